@@ -1,0 +1,99 @@
+"""What is measured, when, and with which thresholds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Skips an update exactly: parameters and optimizer state stay as they were.
+
+    Attributes:
+        nonfinite: Skip when the loss or a gradient element is NaN or infinite.
+        co_spike: Skip when loss and gradient norm both spike (the detectors' `theta`).
+        max_consecutive: After this many skips in a row the guard stops the run: it never accepts a bad update.
+    """
+
+    nonfinite: bool = True
+    co_spike: bool = False
+    max_consecutive: int = 50
+
+    def __post_init__(self) -> None:
+        if not (self.nonfinite or self.co_spike):
+            raise ValueError("Guard(nonfinite=False, co_spike=False) guards nothing; set one of them, or pass guard=None")
+        if self.max_consecutive < 1:
+            raise ValueError(f"Guard max_consecutive must be at least 1, got {self.max_consecutive}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured, when, and with which thresholds. Checked when built.
+
+    Attributes:
+        groups: Names of the data sources or modalities behind `Loss.group`; id `i` is `groups[i]`, any other id
+            counts as `other`.
+        scan_every: Steps between tensor scans (the `full` program); step 0 scans.
+        window: Length of the spike detectors' window, in steps.
+        min_history: Values the window must hold before a spike score exists.
+        deviation_floor: Floor of the deviation D, in log units.
+        theta: Spike score above which a step is a spike.
+        clip_window: Steps over which the clip rate is taken.
+        guard: Skips bad updates; None never skips.
+        skip_empty: Leave the state untouched by a batch without a valid token.
+        embeddings: Regular expression on the parameter path; zero fractions of these gradients are reported apart.
+        exclude: Regular expressions on the point name; matching activations are not observed.
+        token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
+        feature_axes: Mesh axes that shard the last axis of activations. A wrong guess costs a small collective,
+            never a wrong number.
+    """
+
+    groups: tuple[str, ...] = ()
+    scan_every: int = 100
+    window: int = 128
+    min_history: int = 32
+    deviation_floor: float = 3e-3
+    theta: float = 6.0
+    clip_window: int = 128
+    guard: Guard | None = None
+    skip_empty: bool = False
+    embeddings: str = r"(?i)embed|(^|/)wte|(^|/)wpe"
+    exclude: tuple[str, ...] = ()
+    token_axes: tuple[str, ...] | None = None
+    feature_axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "exclude", "feature_axes"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ValueError(f"Plan {name} must be a tuple of names, got the string {value!r}; write ({value!r},)")
+            object.__setattr__(self, name, tuple(value))
+        if self.token_axes is not None:
+            object.__setattr__(self, "token_axes", tuple(self.token_axes))
+        for name in self.groups:
+            if not re.fullmatch(r"[^/\[\]{}\s]+", name):
+                raise ValueError(f"Plan group {name!r}: a name may not be empty or hold '/', brackets, braces or spaces")
+        if len(set(self.groups)) < len(self.groups) or "other" in self.groups:
+            raise ValueError(f"Plan groups must be unique and may not be 'other' (it is kept for unknown ids): {self.groups}")
+        for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"Plan {name} must be an integer of at least {least}, got {value!r}")
+        if self.min_history > self.window:
+            raise ValueError(f"Plan min_history ({self.min_history}) exceeds window ({self.window}); no score could exist")
+        for name in ("deviation_floor", "theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Plan {name} must be positive, got {getattr(self, name)!r}")
+        for name in ("embeddings", *self.exclude):
+            pattern = self.embeddings if name == "embeddings" else name
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"Plan pattern {pattern!r} is not a regular expression: {error}") from None
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits that change with any setting."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]

@@ -1,0 +1,92 @@
+"""From a report's buffer to named float64 values, on NumPy alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from probes_jax.spec.derive import derive
+from probes_jax.spec.layout import FORMAT, HEADER, PROGRAMS, Layout
+from probes_jax.spec.summary import KINDS, Reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Readings:
+    """All metrics of one step.
+
+    Attributes:
+        step: The step they belong to.
+        program: Which program measured them (`light` or `full`).
+        names: Metric names; the same tuple object for every report of one layout.
+        values: float64, one per name. NaN where absent and where NaN was measured; `present` tells them apart.
+        present: Whether there is a measurement.
+        which: For a worst-of metric, the label of the one that it is.
+    """
+
+    step: int
+    program: str
+    names: tuple[str, ...]
+    values: np.ndarray
+    present: np.ndarray
+    which: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """(name, value) of every metric that was measured."""
+        values = self.values.tolist()
+        return ((self.names[i], values[i]) for i in np.flatnonzero(self.present))
+
+    def scalars(self) -> dict[str, float]:
+        return dict(self.items())
+
+
+class Decoder:
+    """Turns buffers of one layout into `Readings`. Build once per layout; `decoder_of` caches it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        names: list[str] = []
+        for entry in layout.entries:
+            for stat in entry.stats or KINDS[entry.kind].stats:
+                names.extend(entry.names(stat))
+        self._measured = tuple(names)
+        self._derived = derive(self._measured)
+        self.names = self._measured + self._derived.names
+        if len(set(self.names)) < len(self.names):
+            seen: set[str] = set()
+            twice = next(name for name in self.names if name in seen or seen.add(name))
+            raise ValueError(f"two metrics of one report share the name {twice!r}; rename one of the modules or groups")
+
+    def decode(self, buffer: np.ndarray) -> Readings | None:
+        """Readings of one buffer `[size]` of uint32, or None when no program ran on that step (stacked reports)."""
+        buffer = np.ascontiguousarray(buffer, np.uint32)
+        if buffer.shape != (self.layout.size,):
+            raise ValueError(f"report buffer has shape {buffer.shape}, its layout says ({self.layout.size},)")
+        version, step, fresh, program = (int(word) for word in buffer[:HEADER])
+        if version != FORMAT:
+            raise ValueError(f"report buffer has format {version}, this version reads {FORMAT}")
+        if not fresh:
+            return None
+        leaves: list[dict[str, np.ndarray]] = [{} for _ in self.layout.entries]
+        for slot in self.layout.slots:
+            words = buffer[slot.offset : slot.offset + slot.size].reshape(slot.shape)
+            leaves[slot.entry][slot.leaf.name] = words if slot.leaf.reduce is Reduce.RAW else words.view(np.float32)
+        values, present = [], []
+        for entry, found in zip(self.layout.entries, leaves, strict=True):
+            columns = KINDS[entry.kind].finalize(found)
+            for stat in entry.stats or KINDS[entry.kind].stats:
+                value, seen = columns[stat]
+                values.append(value)
+                present.append(seen)
+        flat = np.concatenate(values) if values else np.zeros(0)
+        seen = np.concatenate(present) if present else np.zeros(0, bool)
+        more, more_seen, which = self._derived.compute(flat, seen)
+        flat, seen = np.concatenate([flat, more]), np.concatenate([seen, more_seen])
+        return Readings(step, PROGRAMS[program], self.names, np.where(seen, flat, np.nan), seen, which)
+
+
+@functools.lru_cache(maxsize=64)
+def decoder_of(layout: Layout) -> Decoder:
+    return Decoder(layout)

@@ -1,0 +1,215 @@
+"""Kinds of summary: which leaves they carry, how each leaf reduces, how the merged leaves become metrics.
+
+A summary is a handful of float32 numbers per tensor whose leaves reduce over microbatches, layers and shards by a
+plain sum or a plain maximum. Nothing is divided before everything is merged: `finalize` runs once, in float64, on
+fully merged leaves. So no average of averages can be written down.
+
+Two encodings keep plain float32 sums exact where it matters:
+
+* **Counts** are four limbs of eight bits (`encode_count`). A limb stays exact through 65,536 summed parts, so a count
+  of any size survives a float32 all-reduce, without an integer collective of its own.
+* **Means** of equally large parts are split into a high part of 12 bits and the rest (`stats.exact`), so that the
+  spread of a few part means around a common mean 1e4 times larger is not lost in rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # stat -> (float64 values [rows], present [rows])
+
+
+class Reduce(enum.Enum):
+    """How a leaf merges. Minimum is the maximum of the negative; a quantile sketch is a histogram, so a sum."""
+
+    SUM = "sum"
+    MAX = "max"
+    RAW = "raw"  # 32-bit words that are already global: values computed in the graph, counters
+
+
+LIMBS = 4
+LIMB_BITS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a summary: `width` numbers per row (0 means a single number without an axis of its own)."""
+
+    name: str
+    reduce: Reduce
+    width: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SummaryKind:
+    """A kind of summary: its leaves, and the float64 finalization of their merged values."""
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    finalize: Callable[[Mapping[str, np.ndarray]], Columns]
+    stats: tuple[str, ...]
+
+
+def _sum(name: str) -> Leaf:
+    return Leaf(name, Reduce.SUM)
+
+
+def _max(name: str) -> Leaf:
+    return Leaf(name, Reduce.MAX)
+
+
+def _count(name: str) -> Leaf:
+    return Leaf(name, Reduce.SUM, LIMBS)
+
+
+def decode_count(limbs: np.ndarray) -> np.ndarray:
+    """Limbs `[..., 4]` (exact float integers) to counts `[...]` in float64 (exact up to 2^53)."""
+    weights = np.float64(2.0) ** (LIMB_BITS * np.arange(LIMBS))
+    return np.asarray(limbs, np.float64) @ weights
+
+
+def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    return numerator / np.where(denominator == 0, np.nan, denominator)
+
+
+def _worst(finite: np.ndarray, nan: np.ndarray, inf: np.ndarray) -> np.ndarray:
+    """NaN if any element was NaN, else inf if any was, else the finite maximum."""
+    return np.where(nan > 0, np.nan, np.where(inf > 0, np.inf, finite))
+
+
+def _magnitude(leaves: Mapping[str, np.ndarray]) -> Columns:
+    count, zeros, nan, inf = (decode_count(leaves[key]) for key in ("count", "zeros", "nan", "inf"))
+    finite_max = np.asarray(leaves["abs_max"], np.float64)
+    square = np.asarray(leaves["sum_sq"], np.float64)
+    seen = count > 0
+    return {
+        "norm": (np.sqrt(square), seen),
+        "mean_square": (_divide(square, count), seen),
+        "rms": (np.sqrt(_divide(square, count)), seen),
+        "abs_mean": (_divide(np.asarray(leaves["sum_abs"], np.float64), count), seen),
+        "abs_max": (_worst(finite_max, nan, inf), seen),
+        "finite_abs_max": (finite_max, seen & np.isfinite(finite_max)),
+        "zero_fraction": (_divide(zeros, count), seen),
+        "nan_count": (nan, seen),
+        "inf_count": (inf, seen),
+    }
+
+
+def _moments(leaves: Mapping[str, np.ndarray]) -> Columns:
+    columns = _magnitude({**leaves, "sum_sq": np.zeros_like(np.asarray(leaves["m2"]))})
+    count, nan, inf = (decode_count(leaves[key]) for key in ("count", "nan", "inf"))
+    seen = count > 0
+    parts = np.asarray(leaves["parts"], np.float64)
+    high = np.asarray(leaves["max"], np.float64)
+    low = -np.asarray(leaves["neg_min"], np.float64)
+    with np.errstate(invalid="ignore"):
+        mean = _divide(np.float64(leaves["mean_hi"]) + np.float64(leaves["mean_lo"]), parts)
+        mean_square = _divide(np.float64(leaves["sq_hi"]) + np.float64(leaves["sq_lo"]), parts)
+        between = np.maximum(mean_square - mean * mean, 0.0)
+        variance = _divide(np.float64(leaves["m2"]), count) + between
+        square = variance + mean * mean
+        # What an infinite element does to each statistic, as IEEE arithmetic on the whole tensor would have it.
+        infinite = (inf > 0) & (nan == 0)
+        signed = np.where(np.isposinf(high), np.where(np.isneginf(low), np.nan, np.inf), -np.inf)
+        mean = np.where(nan > 0, np.nan, np.where(infinite, signed, mean))
+        square = np.where(nan > 0, np.nan, np.where(infinite, np.inf, square))
+        std = np.where((nan > 0) | infinite, np.nan, np.sqrt(variance))
+    columns.pop("norm")
+    columns.update(
+        {
+            "mean_square": (square, seen),
+            "rms": (np.sqrt(square), seen),
+            "mean": (mean, seen),
+            "std": (std, seen),
+            "min": (np.where(nan > 0, np.nan, low), seen),
+            "max": (np.where(nan > 0, np.nan, high), seen),
+        }
+    )
+    return columns
+
+
+def _norm(leaves: Mapping[str, np.ndarray]) -> Columns:
+    seen = np.asarray(leaves["parts"]) > 0
+    return {"norm": (np.sqrt(np.asarray(leaves["sum_sq"], np.float64)), seen)}
+
+
+def _mean(leaves: Mapping[str, np.ndarray]) -> Columns:
+    weight = np.asarray(leaves["weight"], np.float64)
+    return {"": (_divide(np.asarray(leaves["total"], np.float64), weight), weight > 0)}
+
+
+def _tally(leaves: Mapping[str, np.ndarray]) -> Columns:
+    count = decode_count(leaves["count"])
+    return {"": (count, np.ones(count.shape, bool))}
+
+
+def _extreme(leaves: Mapping[str, np.ndarray]) -> Columns:
+    finite = np.asarray(leaves["abs_max"], np.float64)
+    nan, inf = decode_count(leaves["nan"]), decode_count(leaves["inf"])
+    value = _worst(finite, nan, inf)
+    return {
+        "abs_max": (value, ~np.isneginf(value)),
+        "finite_abs_max": (finite, np.isfinite(finite)),
+        "nan_count": (nan, ~np.isneginf(value)),
+        "inf_count": (inf, ~np.isneginf(value)),
+    }
+
+
+ABSENT_BITS = 0x7FC0AB5E  # a quiet NaN with a payload no arithmetic produces: "no measurement", not "measured NaN"
+
+
+def _scalar(leaves: Mapping[str, np.ndarray]) -> Columns:
+    bits = np.ascontiguousarray(leaves["bits"], np.uint32)
+    present = bits != ABSENT_BITS
+    return {"": (np.where(present, bits.view(np.float32).astype(np.float64), np.nan), present)}
+
+
+def _counter(leaves: Mapping[str, np.ndarray]) -> Columns:
+    words = np.asarray(leaves["words"]).astype(np.float64)
+    value = words[..., 0] + words[..., 1] * 2.0**32
+    return {"": (value, np.ones(value.shape, bool))}
+
+
+def _kind(name: str, leaves: tuple[Leaf, ...], finalize: Callable[[Mapping[str, np.ndarray]], Columns]) -> SummaryKind:
+    blank = {
+        leaf.name: np.zeros((1, leaf.width) if leaf.width else (1,), np.uint32 if leaf.reduce is Reduce.RAW else np.float32)
+        for leaf in leaves
+    }
+    return SummaryKind(name, leaves, finalize, tuple(finalize(blank)))
+
+
+_COUNTS = (_count("count"), _count("zeros"), _count("nan"), _count("inf"))
+
+KINDS: dict[str, SummaryKind] = {
+    kind.name: kind
+    for kind in (
+        # Everything in the Tensors section of an activation, from one pass.
+        _kind(
+            "moments",
+            (
+                *_COUNTS,
+                *(_sum(n) for n in ("parts", "mean_hi", "mean_lo", "sq_hi", "sq_lo", "m2", "sum_abs")),
+                *(_max(n) for n in ("max", "neg_min", "abs_max")),
+            ),
+            _moments,
+        ),
+        # Size of a gradient: norm, mean and maximum of |g|, zeros, non-finite elements.
+        _kind("magnitude", (*_COUNTS, _sum("sum_sq"), _sum("sum_abs"), _max("abs_max")), _magnitude),
+        # A norm only.
+        _kind("norm", (_sum("parts"), _sum("sum_sq")), _norm),
+        # A weighted mean: reduced numerator over reduced denominator; absent without weight.
+        _kind("mean", (_sum("total"), _sum("weight")), _mean),
+        # An exact count; zero is a measurement.
+        _kind("tally", (_count("count"),), _tally),
+        # An absolute maximum with its non-finite counts.
+        _kind("extreme", (_count("nan"), _count("inf"), _max("abs_max")), _extreme),
+        # A float32 computed in the graph from merged leaves; may be absent.
+        _kind("scalar", (Leaf("bits", Reduce.RAW),), _scalar),
+        # A 64-bit counter as two 32-bit words, low word first.
+        _kind("counter", (Leaf("words", Reduce.RAW, 2),), _counter),
+    )
+}

@@ -1,0 +1,1 @@
+"""From an array to a small summary that merges by sums and maxima."""

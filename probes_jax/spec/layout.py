@@ -116,7 +116,9 @@ class Layout:
     def from_json(cls, data: dict[str, Any]) -> Layout:
         if data.get("format") != FORMAT:
             raise ValueError(f"report layout has format {data.get('format')!r}, this version reads {FORMAT}")
-        return cls(data["program"], tuple(Entry(k, tuple(labels), tuple(stats)) for k, labels, stats in data["entries"]))
+        return cls(
+            data["program"], tuple(Entry(k, tuple(labels), tuple(stats)) for k, labels, stats in data["entries"])
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:

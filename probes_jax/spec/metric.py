@@ -58,4 +58,6 @@ class MetricSpec:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) in ("", None):
-                raise ValueError(f"MetricSpec {self.name!r}: field {field.name!r} is empty; every field must be filled in")
+                raise ValueError(
+                    f"MetricSpec {self.name!r}: field {field.name!r} is empty; every field must be filled in"
+                )

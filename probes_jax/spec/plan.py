@@ -23,7 +23,9 @@ class Guard:
 
     def __post_init__(self) -> None:
         if not (self.nonfinite or self.co_spike):
-            raise ValueError("Guard(nonfinite=False, co_spike=False) guards nothing; set one of them, or pass guard=None")
+            raise ValueError(
+                "Guard(nonfinite=False, co_spike=False) guards nothing; set one of them, or pass guard=None"
+            )
         if self.max_consecutive < 1:
             raise ValueError(f"Guard max_consecutive must be at least 1, got {self.max_consecutive}")
 
@@ -74,15 +76,21 @@ class Plan:
             object.__setattr__(self, "token_axes", tuple(self.token_axes))
         for name in self.groups:
             if not re.fullmatch(r"[^/\[\]{}\s]+", name):
-                raise ValueError(f"Plan group {name!r}: a name may not be empty or hold '/', brackets, braces or spaces")
+                raise ValueError(
+                    f"Plan group {name!r}: a name may not be empty or hold '/', brackets, braces or spaces"
+                )
         if len(set(self.groups)) < len(self.groups) or "other" in self.groups:
-            raise ValueError(f"Plan groups must be unique and may not be 'other' (it is kept for unknown ids): {self.groups}")
+            raise ValueError(
+                f"Plan groups must be unique and may not be 'other' (it is kept for unknown ids): {self.groups}"
+            )
         for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"Plan {name} must be an integer of at least {least}, got {value!r}")
         if self.min_history > self.window:
-            raise ValueError(f"Plan min_history ({self.min_history}) exceeds window ({self.window}); no score could exist")
+            raise ValueError(
+                f"Plan min_history ({self.min_history}) exceeds window ({self.window}); no score could exist"
+            )
         for name in ("deviation_floor", "theta"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Plan {name} must be positive, got {getattr(self, name)!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Readings:
         values: float64, one per name. NaN where absent and where NaN was measured; `present` tells them apart.
         present: Whether there is a measurement.
         which: For a worst-of metric, the label of the one that it is.
+        wall_time: When the report reached the host, in seconds since the epoch; None where nobody looked at a clock.
     """
 
     step: int
@@ -32,6 +33,7 @@ class Readings:
     values: np.ndarray
     present: np.ndarray
     which: dict[str, str] = dataclasses.field(default_factory=dict)
+    wall_time: float | None = None
 
     def items(self) -> Iterator[tuple[str, float]]:
         """(name, value) of every metric that was measured."""
@@ -40,6 +42,52 @@ class Readings:
 
     def scalars(self) -> dict[str, float]:
         return dict(self.items())
+
+    def extended(
+        self, names: tuple[str, ...], values: Sequence[float | None], wall_time: float | None = None
+    ) -> Readings:
+        """These readings and what the host measured for the same step.
+
+        The joined names are again one tuple object for every report of a layout.
+
+        Args:
+            names: Names of the added metrics.
+            values: One per name; None is absent.
+            wall_time: When the report reached the host, in seconds since the epoch.
+
+        Raises:
+            ValueError: A name is already taken by the report, or the lengths differ.
+        """
+        if len(names) != len(values):
+            raise ValueError(f"extended() got {len(names)} names and {len(values)} values; give one value per name")
+        seen = np.array([value is not None for value in values], bool)
+        added = np.array([np.nan if value is None else value for value in values], np.float64)
+        return dataclasses.replace(
+            self,
+            names=_joined(self.names, names),
+            values=np.concatenate([self.values, added]),
+            present=np.concatenate([self.present, seen]),
+            wall_time=self.wall_time if wall_time is None else wall_time,
+        )
+
+
+_JOINED: dict[tuple[int, tuple[str, ...]], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+
+def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    """`names + more`, the same object each time, so that readers may cache on it."""
+    key = (id(names), more)
+    found = _JOINED.get(key)
+    if found is None or found[0] is not names:
+        taken = set(names) & set(more)
+        if taken:
+            raise ValueError(
+                f"the report already holds a metric {sorted(taken)[0]!r}; the host measures it too: rename it"
+            )
+        if len(_JOINED) >= 256:
+            _JOINED.clear()
+        found = _JOINED[key] = (names, names + more)
+    return found[1]
 
 
 class Decoder:

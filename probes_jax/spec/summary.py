@@ -8,8 +8,8 @@ Two encodings keep plain float32 sums exact where it matters:
 
 * **Counts** are four limbs of eight bits (`encode_count`). A limb stays exact through 65,536 summed parts, so a count
   of any size survives a float32 all-reduce, without an integer collective of its own.
-* **Means** of equally large parts are split into a high part of 12 bits and the rest (`stats.exact`), so that the
-  spread of a few part means around a common mean 1e4 times larger is not lost in rounding.
+* **Means** of parts, weighted by their size, are split into a high part of 12 bits and the rest (`stats.exact`), so
+  that the spread of part means around a common mean 1e4 times larger is not lost in rounding.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ def decode_count(limbs: np.ndarray) -> np.ndarray:
     return np.asarray(limbs, np.float64) @ weights
 
 
+def _wide(leaf: np.ndarray) -> np.ndarray:
+    return np.asarray(leaf, np.float64)
+
+
 def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return numerator / np.where(denominator == 0, np.nan, denominator)
 
@@ -83,14 +87,14 @@ def _worst(finite: np.ndarray, nan: np.ndarray, inf: np.ndarray) -> np.ndarray:
 
 def _magnitude(leaves: Mapping[str, np.ndarray]) -> Columns:
     count, zeros, nan, inf = (decode_count(leaves[key]) for key in ("count", "zeros", "nan", "inf"))
-    finite_max = np.asarray(leaves["abs_max"], np.float64)
-    square = np.asarray(leaves["sum_sq"], np.float64)
+    finite_max = _wide(leaves["abs_max"])
+    square = _wide(leaves["sum_sq"])
     seen = count > 0
     return {
         "norm": (np.sqrt(square), seen),
         "mean_square": (_divide(square, count), seen),
         "rms": (np.sqrt(_divide(square, count)), seen),
-        "abs_mean": (_divide(np.asarray(leaves["sum_abs"], np.float64), count), seen),
+        "abs_mean": (_divide(_wide(leaves["sum_abs"]), count), seen),
         "abs_max": (_worst(finite_max, nan, inf), seen),
         "finite_abs_max": (finite_max, seen & np.isfinite(finite_max)),
         "zero_fraction": (_divide(zeros, count), seen),
@@ -103,15 +107,16 @@ def _moments(leaves: Mapping[str, np.ndarray]) -> Columns:
     columns = _magnitude({**leaves, "sum_sq": np.zeros_like(np.asarray(leaves["m2"]))})
     count, nan, inf = (decode_count(leaves[key]) for key in ("count", "nan", "inf"))
     seen = count > 0
-    parts = np.asarray(leaves["parts"], np.float64)
-    high = np.asarray(leaves["max"], np.float64)
-    low = -np.asarray(leaves["neg_min"], np.float64)
-    with np.errstate(invalid="ignore"):
-        mean = _divide(np.float64(leaves["mean_hi"]) + np.float64(leaves["mean_lo"]), parts)
-        mean_square = _divide(np.float64(leaves["sq_hi"]) + np.float64(leaves["sq_lo"]), parts)
+    high = _wide(leaves["max"])
+    low = -_wide(leaves["neg_min"])
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = _divide(_wide(leaves["mean_hi"]) + _wide(leaves["mean_lo"]), count)
+        mean_square = _divide(_wide(leaves["sq_hi"]) + _wide(leaves["sq_lo"]), count)
         between = np.maximum(mean_square - mean * mean, 0.0)
-        variance = _divide(np.float64(leaves["m2"]), count) + between
+        variance = np.where(high == low, 0.0, _divide(_wide(leaves["m2"]), count) + between)
+        variance = np.where(np.isnan(variance), np.inf, variance)  # inf - inf: the float32 sums overflowed
         square = variance + mean * mean
+        square = np.where(np.isnan(square), np.inf, square)
         # What an infinite element does to each statistic, as IEEE arithmetic on the whole tensor would have it.
         infinite = (inf > 0) & (nan == 0)
         signed = np.where(np.isposinf(high), np.where(np.isneginf(low), np.nan, np.inf), -np.inf)
@@ -134,12 +139,12 @@ def _moments(leaves: Mapping[str, np.ndarray]) -> Columns:
 
 def _norm(leaves: Mapping[str, np.ndarray]) -> Columns:
     seen = np.asarray(leaves["parts"]) > 0
-    return {"norm": (np.sqrt(np.asarray(leaves["sum_sq"], np.float64)), seen)}
+    return {"norm": (np.sqrt(_wide(leaves["sum_sq"])), seen)}
 
 
 def _mean(leaves: Mapping[str, np.ndarray]) -> Columns:
-    weight = np.asarray(leaves["weight"], np.float64)
-    return {"": (_divide(np.asarray(leaves["total"], np.float64), weight), weight > 0)}
+    weight = _wide(leaves["weight"])
+    return {"": (_divide(_wide(leaves["total"]), weight), (weight > 0) | np.isnan(weight))}
 
 
 def _tally(leaves: Mapping[str, np.ndarray]) -> Columns:
@@ -148,7 +153,7 @@ def _tally(leaves: Mapping[str, np.ndarray]) -> Columns:
 
 
 def _extreme(leaves: Mapping[str, np.ndarray]) -> Columns:
-    finite = np.asarray(leaves["abs_max"], np.float64)
+    finite = _wide(leaves["abs_max"])
     nan, inf = decode_count(leaves["nan"]), decode_count(leaves["inf"])
     value = _worst(finite, nan, inf)
     return {
@@ -176,7 +181,9 @@ def _counter(leaves: Mapping[str, np.ndarray]) -> Columns:
 
 def _kind(name: str, leaves: tuple[Leaf, ...], finalize: Callable[[Mapping[str, np.ndarray]], Columns]) -> SummaryKind:
     blank = {
-        leaf.name: np.zeros((1, leaf.width) if leaf.width else (1,), np.uint32 if leaf.reduce is Reduce.RAW else np.float32)
+        leaf.name: np.zeros(
+            (1, leaf.width) if leaf.width else (1,), np.uint32 if leaf.reduce is Reduce.RAW else np.float32
+        )
         for leaf in leaves
     }
     return SummaryKind(name, leaves, finalize, tuple(finalize(blank)))
@@ -192,7 +199,7 @@ KINDS: dict[str, SummaryKind] = {
             "moments",
             (
                 *_COUNTS,
-                *(_sum(n) for n in ("parts", "mean_hi", "mean_lo", "sq_hi", "sq_lo", "m2", "sum_abs")),
+                *(_sum(n) for n in ("mean_hi", "mean_lo", "sq_hi", "sq_lo", "m2", "sum_abs")),
                 *(_max(n) for n in ("max", "neg_min", "abs_max")),
             ),
             _moments,

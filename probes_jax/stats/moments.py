@@ -1,4 +1,14 @@
-"""One pass over a tensor: every statistic of the Tensors section, as mergeable rows."""
+"""One pass over a tensor: every statistic of the Tensors section, as mergeable rows.
+
+Everything is accumulated in float32. What that means at the ends of its range, for every summary here:
+
+* A finite tensor whose squares or sums leave float32's range (|x| about 1e19 / sqrt(n) for squares) reports inf for the
+  norm, RMS or mean concerned, with `inf_count` 0 and a finite absolute maximum beside it: an overflow shows, and shows
+  as what it is.
+* Squares of |x| < 1e-19 are zero, and so are their norm and RMS; the absolute mean and maximum are not.
+* Subnormal elements count as zeros where the backend flushes them, as XLA's CPU and TPU backends do.
+* float64 elements are rounded to float32 first: beyond its range they count as infinite, or as zeros.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +16,22 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from probes_jax.stats.exact import encode_count, encode_static_count, split_mean
+from probes_jax.spec.summary import KINDS, Reduce
+from probes_jax.stats.exact import encode_static_count, split_weighted_mean
+from probes_jax.stats.fold import Fold, How, fold
 from probes_jax.stats.partial import WHOLE, Partial, Split, cut
 from probes_jax.stats.summary import Summary
 
 _PIVOT_ELEMENTS = 128
+
+_ZEROS = Fold(How.COUNT, lambda x: x == 0)
+_NAN = Fold(How.COUNT, jnp.isnan)
+_INF = Fold(How.COUNT, jnp.isinf)
+_SUM_ABS = Fold(How.SUM, jnp.abs)
+_SUM_SQ = Fold(How.SUM, jnp.square)
+_ABS_MAX = Fold(How.MAX, lambda x: jnp.where(jnp.isfinite(x), jnp.abs(x), -jnp.inf))
 
 
 def _constant(part: Partial, width: tuple[int, ...], value: object) -> jax.Array:
@@ -19,75 +39,86 @@ def _constant(part: Partial, width: tuple[int, ...], value: object) -> jax.Array
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (*rows, *width))
 
 
-def _counts(part: Partial, x: jax.Array) -> dict[str, jax.Array]:
-    def count(condition: jax.Array) -> jax.Array:
-        return encode_count(jnp.sum(condition, axis=part.inner, dtype=jnp.uint32))
-
+def _size(part: Partial) -> jax.Array:
     limbs = encode_static_count(part.part_size)
-    return {
-        "count": _constant(part, limbs.shape, limbs),
-        "zeros": count(x == 0),
-        "nan": count(jnp.isnan(x)),
-        "inf": count(jnp.isinf(x)),
-    }
+    return _constant(part, limbs.shape, limbs)
 
 
-def _finite_abs_max(part: Partial, x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), -jnp.inf), axis=part.inner, initial=-jnp.inf)
+def _cut(x: jax.Array, split: Split) -> Partial:
+    return cut(jax.lax.stop_gradient(x), split)
 
 
-def _pivot(part: Partial, x: jax.Array) -> jax.Array:
-    """A value near each part's mean, from its first few elements; 0 where they are not finite."""
-    rows = len(part.axes)
-    head = x[(slice(None),) * rows + (slice(1),) * (x.ndim - rows - 1) + (slice(_PIVOT_ELEMENTS),)] if x.ndim > rows else x
-    mean = jnp.mean(head, axis=part.inner, keepdims=True)
-    return jax.lax.stop_gradient(jnp.where(jnp.isfinite(mean), mean, 0.0))
-
-
-def _to_float32(x: jax.Array) -> jax.Array:
-    return jax.lax.stop_gradient(x).astype(jnp.float32)
+def _pivot(part: Partial) -> jax.Array:
+    """A value near each part's mean, from its first few elements; 0 where they are not finite. `[*rows]`."""
+    head = part.array
+    inner = head.ndim - len(part.axes)
+    if inner:
+        head = head[(..., *(slice(1),) * (inner - 1), slice(_PIVOT_ELEMENTS))]
+    mean = jnp.mean(head.astype(jnp.float32), axis=part.inner)
+    return jnp.where(jnp.isfinite(mean), mean, 0.0)
 
 
 def summarize_moments(x: jax.Array, split: Split = WHOLE) -> Summary:
     """All statistics of one tensor: absolute maximum, M_2, RMS, absolute mean, zero fraction, mean, std, min, max.
 
     The mean and the spread are taken about a pivot (the mean of a few elements), so they stay right when the mean is
-    1e4 times the standard deviation, and merge as plain sums (see `probes_jax.stats.exact`).
+    1e4 times the standard deviation, and merge as plain sums whatever the sizes of the parts (see
+    `probes_jax.stats.exact`).
 
     Args:
-        x: Floating-point array of any shape, also empty or a scalar.
+        x: Real array of any shape, also empty or a scalar.
         split: How the mesh shards it.
 
     Returns:
         `moments` rows. An empty part is the identity of the merge.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> from probes_jax.spec.summary import KINDS
+        >>> summary = summarize_moments(jnp.asarray([3.0, -4.0]))
+        >>> rows = {name: np.asarray(leaf)[None] for name, leaf in summary.leaves.items()}
+        >>> columns = KINDS["moments"].finalize(rows)
+        >>> print(*(round(float(columns[stat][0][0]), 4) for stat in ("mean", "rms", "std", "abs_max")))
+        -0.5 3.5355 3.5 4.0
     """
-    part = cut(_to_float32(x), split)
-    x = part.array
+    part = _cut(x, split)
     n = part.part_size
     if n == 0:
-        return empty_moments(part)
-    pivot = _pivot(part, x)
-    centred = x - pivot
-    first = jnp.sum(centred, axis=part.inner)
-    second = jnp.sum(centred * centred, axis=part.inner)
-    pivot = jnp.reshape(pivot, first.shape)
-    mean = pivot + first / n
+        return _empty_moments(part)
+    pivot = _pivot(part)
+
+    def centred(x: jax.Array) -> jax.Array:
+        return x - pivot.reshape(pivot.shape + (1,) * (x.ndim - pivot.ndim))
+
+    def not_nan(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isnan(x), -jnp.inf, x)
+
+    found = fold(
+        part,
+        {
+            "zeros": _ZEROS,
+            "nan": _NAN,
+            "inf": _INF,
+            "first": Fold(How.SUM, centred),
+            "second": Fold(How.SUM, lambda x: jnp.square(centred(x))),
+            "sum_abs": _SUM_ABS,
+            "max": Fold(How.MAX, not_nan),
+            "neg_min": Fold(How.MAX, lambda x: not_nan(-x)),
+            "abs_max": _ABS_MAX,
+        },
+    )
+    first, second = found.pop("first"), found.pop("second")
+    shift = first / np.float32(n)
     leaves = {
-        **_counts(part, x),
-        "parts": _constant(part, (), 1.0),
-        **split_mean(mean),
-        "m2": jnp.maximum(second - first * (first / n), 0.0),
-        "sum_abs": jnp.sum(jnp.abs(x), axis=part.inner),
-        "max": jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), axis=part.inner),
-        "neg_min": jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, -x), axis=part.inner),
-        "abs_max": _finite_abs_max(part, x),
+        "count": _size(part),
+        **found,
+        **split_weighted_mean(pivot + shift, n),
+        "m2": jnp.maximum(second - first * shift, 0.0),
     }
     return Summary(leaves, "moments", part.axes)
 
 
-def empty_moments(part: Partial) -> Summary:
-    from probes_jax.spec.summary import KINDS, Reduce
-
+def _empty_moments(part: Partial) -> Summary:
     leaves = {
         leaf.name: _constant(part, (leaf.width,) if leaf.width else (), 0.0 if leaf.reduce is Reduce.SUM else -math.inf)
         for leaf in KINDS["moments"].leaves
@@ -97,26 +128,20 @@ def empty_moments(part: Partial) -> Summary:
 
 def summarize_magnitude(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Size of a gradient: norm, mean and maximum of |x|, zeros, non-finite elements. `magnitude` rows."""
-    part = cut(_to_float32(x), split)
-    x = part.array
-    leaves = {
-        **_counts(part, x),
-        "sum_sq": jnp.sum(x * x, axis=part.inner),
-        "sum_abs": jnp.sum(jnp.abs(x), axis=part.inner),
-        "abs_max": _finite_abs_max(part, x),
-    }
-    return Summary(leaves, "magnitude", part.axes)
+    part = _cut(x, split)
+    folds = {"zeros": _ZEROS, "nan": _NAN, "inf": _INF, "sum_sq": _SUM_SQ, "sum_abs": _SUM_ABS, "abs_max": _ABS_MAX}
+    return Summary({"count": _size(part), **fold(part, folds)}, "magnitude", part.axes)
 
 
 def summarize_norm(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Sum of squares only. `norm` rows; a tensor without elements has norm 0."""
-    part = cut(_to_float32(x), split)
-    leaves = {"parts": _constant(part, (), 1.0), "sum_sq": jnp.sum(part.array * part.array, axis=part.inner)}
+    part = _cut(x, split)
+    square = jnp.square(part.array.astype(jnp.float32))
+    leaves = {"parts": _constant(part, (), 1.0), "sum_sq": jnp.sum(square, axis=part.inner)}
     return Summary(leaves, "norm", part.axes)
 
 
 def summarize_extreme(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Absolute maximum with NaN and inf counts. `extreme` rows."""
-    part = cut(_to_float32(x), split)
-    counts = _counts(part, part.array)
-    return Summary({"nan": counts["nan"], "inf": counts["inf"], "abs_max": _finite_abs_max(part, part.array)}, "extreme", part.axes)
+    part = _cut(x, split)
+    return Summary(fold(part, {"nan": _NAN, "inf": _INF, "abs_max": _ABS_MAX}), "extreme", part.axes)

@@ -46,18 +46,23 @@ class Summary:
         """
         if (self.kind, self.axes) != (other.kind, other.axes):
             raise ValueError(f"cannot merge {self.kind} rows over {self.axes} with {other.kind} rows over {other.axes}")
-        return dataclasses.replace(self, leaves={n: _MERGE[_reduce(self.kind, n)](a, other.leaves[n]) for n, a in self.leaves.items()})
+        return dataclasses.replace(
+            self, leaves={n: _MERGE[_reduce(self.kind, n)](a, other.leaves[n]) for n, a in self.leaves.items()}
+        )
 
     def collapse(self, axis: int = 0) -> Summary:
         """Merges along one stack axis (microbatches, layers)."""
         fold = {Reduce.SUM: jnp.sum, Reduce.MAX: jnp.max}
-        return dataclasses.replace(self, leaves={n: fold[_reduce(self.kind, n)](a, axis=axis) for n, a in self.leaves.items()})
+        return dataclasses.replace(
+            self, leaves={n: fold[_reduce(self.kind, n)](a, axis=axis) for n, a in self.leaves.items()}
+        )
 
     def identity(self) -> Summary:
         """The summary of nothing, of the same shape: merging it changes nothing."""
         fill = {Reduce.SUM: 0.0, Reduce.MAX: -jnp.inf}
         return dataclasses.replace(
-            self, leaves={n: jnp.full(a.shape, fill[_reduce(self.kind, n)], jnp.float32) for n, a in self.leaves.items()}
+            self,
+            leaves={n: jnp.full(a.shape, fill[_reduce(self.kind, n)], jnp.float32) for n, a in self.leaves.items()},
         )
 
 

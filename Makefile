@@ -1,0 +1,75 @@
+# The commands of the project. `make` alone lists them.
+#
+#   PYTHON=path    the interpreter for a new environment (default: the first of the supported versions that runs)
+#   VENV=path      the environment (default: .venv)
+#   ARGS="..."     passed on to the demo, to pytest or to the benchmarks
+#   WORKERS=n      pytest processes (default: 2)
+
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+WORKERS ?= 2
+
+RUN := $(VENV)/bin/python
+PYTEST := $(RUN) -m pytest -n $(WORKERS) $(ARGS)
+REFERENCE := docs/metrics.md
+PIN_FLAGS := --quiet --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
+             --python-platform x86_64-manylinux_2_28
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-core lint docs bench pins clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.runtime ## train a small language model with every probe on (ARGS="--nnx --steps 200")
+	@$(RUN) examples/demo.py $(ARGS)
+
+test: $(VENV)/.dev ## every test, and the examples in the docstrings
+	$(PYTEST)
+
+test-core: $(VENV)/.dev ## the tests without the slow ones, for the second pair of Python and JAX
+	$(PYTEST) -m "not slow"
+
+lint: $(VENV)/.dev ## formatting, ruff, pyright, import rules, the generated reference
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m pyright --pythonpath $(RUN)
+	$(RUN) -m pytest tests/contracts/test_import_rules.py
+	@$(RUN) -m probes_jax metrics --markdown | diff -u $(REFERENCE) - \
+	    || { echo "$(REFERENCE) is not what the registry says: run make docs and commit the result." >&2; exit 1; }
+
+docs: $(VENV)/.runtime ## write the metric reference again from the registry
+	@$(RUN) -m probes_jax metrics --markdown > $(VENV)/metrics.md
+	@cp $(VENV)/metrics.md $(REFERENCE) && echo "wrote $(REFERENCE)"
+
+bench: $(VENV)/.dev ## measure what docs/performance.md reports
+	$(RUN) benchmarks/run.py $(ARGS)
+
+pins: ## resolve the pinned requirements again (needs uv)
+	@for pair in 3.11 3.12; do \
+	    name=requirements/py$$(echo $$pair | tr -d .); \
+	    dev="--extra dev"; [ $$pair = 3.12 ] || dev="$$dev --extra tensorflow"; \
+	    uv pip compile $(PIN_FLAGS) --python-version $$pair pyproject.toml $$name.in -o $$name.txt > /dev/null \
+	    && uv pip compile $(PIN_FLAGS) --python-version $$pair pyproject.toml $$name.in $$dev -c $$name.txt \
+	        -o $$name-dev.txt > /dev/null || exit 1; \
+	done
+
+clean: ## remove the environment and what the tools left (not runs/)
+	@for folder in $(VENV) .venv .venv-second; do \
+	    [ ! -f $$folder/pyvenv.cfg ] || rm -rf $$folder; \
+	done
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# The stamps: an environment is installed again when its pins or the package's own requirements change.
+# The development pins hold the runtime pins too, so one environment serves every command.
+$(VENV)/.runtime: requirements/py311.txt requirements/py312.txt pyproject.toml
+	@sh requirements/install.sh $(VENV) runtime $(PYTHON)
+	@touch $@
+
+$(VENV)/.dev: requirements/py311-dev.txt requirements/py312-dev.txt pyproject.toml
+	@sh requirements/install.sh $(VENV) dev $(PYTHON)
+	@touch $(VENV)/.runtime $@

@@ -1,0 +1,1 @@
+"""Detectors inside the step: (state, reading) -> (state, verdict), pure functions with fixed shapes and dtypes."""

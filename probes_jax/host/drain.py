@@ -1,0 +1,83 @@
+"""Waiting, with a limit, until what was recorded is written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from probes_jax.host import shutdown
+from probes_jax.host.backlog import STOP, Ticket
+from probes_jax.host.health import log
+from probes_jax.host.worker import Worker
+
+_POLL = (0.001, 0.02)  # seconds; the first and the longest pause between two looks
+_DEVICE_PATIENCE = 12  # times as patient while the device still computes
+
+
+class Drain:
+    """Flushes and ends a worker and its sinks.
+
+    It only looks at flags and sleeps, and takes no lock: a signal handler may call `flush` wherever it struck.
+
+    Args:
+        worker: The worker; it may or may not have started.
+        patience: Seconds without any progress after which `close` leaves a hanging sink behind.
+    """
+
+    def __init__(self, worker: Worker, patience: float) -> None:
+        self._worker = worker
+        self._patience = patience
+        self.closed = False
+
+    def flush(self, limit: float) -> bool:
+        """Writes down everything recorded so far; whether all sinks did within `limit` seconds."""
+        if self.closed:
+            return True
+        ticket = Ticket()
+        self._worker.backlog.send(ticket)
+        end = time.monotonic() + limit
+        _look_until(lambda: ticket.done or time.monotonic() > end)
+        return ticket.done and not ticket.failed
+
+    def close(self) -> None:
+        """Writes what is left, closes the sinks and ends the threads. A second call does nothing."""
+        worker = self._worker
+        if self.closed:
+            return
+        worker.backlog.send(STOP)
+        if worker.owns(threading.current_thread()):  # the garbage collector may strike in one of our own threads
+            return
+        if not self._wait(lambda: worker.finished):
+            log.warning("the device did not deliver %d reports; they are not written", worker.backlog.waiting)
+            for delivery in worker.deliveries:
+                delivery.stop()
+        if not self._wait(lambda: all(delivery.finished for delivery in worker.deliveries)):
+            for delivery in worker.deliveries:
+                if not delivery.finished:
+                    waiting = delivery.health.waiting
+                    log.warning("sink %r hangs and is left behind; %d readings are not written", delivery.name, waiting)
+        self.closed = True
+        shutdown.unwatch(self)
+
+    def _wait(self, done: Callable[[], bool]) -> bool:
+        """Whether `done` came true before the patience ran out; any progress renews it."""
+        seen, since = -1, time.monotonic()
+
+        def over() -> bool:
+            nonlocal seen, since
+            now, progress = time.monotonic(), self._worker.progress
+            if progress != seen:
+                seen, since = progress, now
+            patience = self._patience * (_DEVICE_PATIENCE if self._worker.computing else 1)
+            return done() or now - since > patience
+
+        _look_until(over)
+        return done()
+
+
+def _look_until(over: Callable[[], bool]) -> None:
+    pause, longest = _POLL
+    while not over():
+        time.sleep(pause)
+        pause = min(longest, pause * 1.5)

@@ -1,0 +1,235 @@
+"""Takes the report of every step and returns at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from probes_jax.host import shutdown
+from probes_jax.host.backlog import Backlog, Pending
+from probes_jax.host.drain import Drain
+from probes_jax.host.health import Health
+from probes_jax.host.outlets import Outlets
+from probes_jax.host.process import is_distributed, is_tracer, process_index
+from probes_jax.host.sink import Sink
+from probes_jax.host.timed import take_wait
+from probes_jax.host.worker import Worker
+from probes_jax.spec.layout import Layout
+from probes_jax.spec.plan import Plan
+from probes_jax.spec.readings import Readings
+from probes_jax.spec.report import PackedReport
+
+RUN_AHEAD = 16  # reports
+_CAPACITY_BYTES = 256 << 20  # of unread reports
+
+
+class GuardStopped(RuntimeError):
+    """The guard has skipped too many updates in a row: the run does not learn any more."""
+
+
+class Recorder:
+    """Takes the report of every step, and writes it down without holding up the training thread.
+
+    `record` starts one copy to the host, puts the report in a bounded queue and returns. A thread of its own reads the
+    reports, on NumPy alone; the flight record and each sink have a thread each, so that one that fails or hangs holds
+    up nothing else: it is counted in `health`, logged, tried again, and visible as `sys/monitor/...` in later steps.
+    When the host falls behind, P2 values go first, then P1; P0 values go to the flight record always, up to stated caps
+    (`queue_size` unread reports of at most 256 MiB, a million values waiting, 256 MiB of file).
+
+    Everything recorded is written when the context ends, also by an exception, on `close`, when the interpreter ends,
+    and, in a single process, on SIGTERM (then the handler before runs). Under `jax.distributed` no signal handler is
+    installed, because JAX's own cannot be chained to: there the flush every `flush_every` seconds and the flight record
+    count. Only process 0 writes to the sinks; every process keeps its own flight record.
+
+    Steps must rise: a repeated or lower one is refused, counted and logged. A resumed run is a new Recorder on the same
+    folder. Several recorders in one process do not know of each other.
+
+    With a guard in the plan, `record` raises `GuardStopped` once the guard has given up: at the record 16 reports after
+    the one that says so, the same on every process. For that, `record` waits while more than 16 reports are unread.
+
+    Args:
+        path: Run folder; event files, store and flight record lie in it (`RunFolder`). None: no folder.
+        plan: The plan of the train state.
+        writer: Any CLU `MetricWriter`, instead of the event files in the run folder. It is flushed, not closed.
+        sinks: Used instead of the folder's event files and store.
+        queue_size: Unread reports held at most.
+        flush_every: Seconds between flushes of the sinks.
+        patience: Seconds without progress after which `close` leaves a hanging sink behind.
+        clock: Seconds since the epoch.
+        process_index: Index of this process; by default asked from JAX when the first report comes.
+
+    Raises:
+        ValueError: There is nowhere to write.
+        NotADirectoryError: The folder cannot be created.
+        PermissionError: The folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        plan: Plan | None = None,
+        *,
+        writer: Any = None,
+        sinks: Iterable[Sink] | None = None,
+        queue_size: int = 4096,
+        flush_every: float = 10.0,
+        patience: float = 10.0,
+        clock: Callable[[], float] = time.time,
+        process_index: int | None = None,
+    ) -> None:
+        if plan is not None and not isinstance(plan, Plan):
+            raise TypeError(
+                f"Recorder plan must be a probes_jax.Plan, got {type(plan).__name__}; pass a writer as writer="
+            )
+        if path is None and writer is None and sinks is None:
+            raise ValueError("Recorder has nowhere to write; give it a folder, writer= or sinks=")
+        if not flush_every > 0:
+            raise ValueError(f"Recorder flush_every must be positive seconds, got {flush_every!r}")
+        self._outlets = Outlets(path, plan, writer=writer, sinks=sinks, flush_every=flush_every, clock=clock)
+        self._backlog = Backlog(queue_size, _CAPACITY_BYTES)
+        self._guarded = plan is not None and plan.guard is not None
+        self._clock = clock
+        self._patience = patience
+        self._process_index = process_index
+        self._numbers = itertools.count(1)
+        self._acknowledged = 0  # reports known to be read; counted only with a guard
+        self._worker: Worker | None = None  # made at the first report
+        self._drain: Drain | None = None
+        self._closed = False
+        self._starting = threading.Lock()
+
+    def record(self, report: PackedReport) -> None:
+        """Takes the report of one step, or the stacked reports of an outer `lax.scan`. Returns at once.
+
+        A report without entries (`PROBES_JAX=off`) is ignored. Of the report only its buffer is kept, a fresh output
+        of the step: donating the train state does not touch it.
+
+        Args:
+            report: What `monitored_train_step` returned.
+
+        Raises:
+            TypeError: It is no report, or one from inside a jitted function.
+            ValueError: The buffer does not fit the layout, or the recorder is closed.
+            GuardStopped: The guard gave up 16 reports ago.
+        """
+        start = time.perf_counter()
+        buffer, layout = _parts(report)
+        if not layout.entries:
+            return
+        if self._closed:
+            raise ValueError("record() after close(); make a new Recorder to record more")
+        worker = self._worker or self._start()
+        _check_buffer(buffer, layout)
+        local = _local(buffer)
+        if local is None:
+            worker.refuse("a report split over several processes was not recorded: its buffer must be replicated")
+            return
+        if hasattr(local, "copy_to_host_async"):
+            local.copy_to_host_async()
+        number = next(self._numbers)
+        seconds = time.perf_counter() - start
+        self._backlog.put(Pending(local, layout, take_wait(), seconds, number, local.nbytes))
+        worker.recorded = number
+        worker.record_seconds += seconds
+        if self._guarded:
+            self._stay_close(worker, number)
+
+    @property
+    def latest(self) -> Readings | None:
+        """The last readings seen, for a progress bar; None before the first. Never waits."""
+        return None if self._worker is None else self._worker.latest
+
+    @property
+    def health(self) -> Health:
+        """What was recorded, written, dropped and failed so far. Never waits."""
+        return Health() if self._worker is None else self._worker.health
+
+    def flush(self, limit: float = 60.0) -> bool:
+        """Waits until everything recorded so far is written.
+
+        Args:
+            limit: Seconds to wait at most.
+
+        Returns:
+            Whether all sinks wrote everything in time.
+        """
+        return self._drain is None or self._drain.flush(limit)
+
+    def close(self) -> None:
+        """Writes what is left, closes the sinks and ends the threads. A second call does nothing."""
+        self._closed = True
+        if self._drain is not None:
+            self._drain.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> Worker:
+        """At the first report JAX, if it made it, knows which process this is."""
+        with self._starting:
+            if self._worker is None:
+                index = process_index() if self._process_index is None else self._process_index
+                deliveries = self._outlets.deliveries(index or 0)
+                worker = Worker(self._backlog, deliveries, clock=self._clock, guarded=self._guarded)
+                self._drain = Drain(worker, self._patience)
+                shutdown.watch(self._drain, signals=not is_distributed())
+                weakref.finalize(self, self._drain.close).atexit = False
+                worker.start()
+                self._worker = worker
+            return self._worker
+
+    def _stay_close(self, worker: Worker, number: int) -> None:
+        """Waits until all but the last 16 reports are read, and looks at the oldest of them for the guard's verdict."""
+        stopped_at = None
+        while self._acknowledged < number - RUN_AHEAD and not worker.finished:
+            try:
+                stopped_at = worker.acknowledged.get(timeout=1.0)
+            except queue.Empty:
+                continue
+            self._acknowledged += 1
+        if stopped_at is not None:
+            raise GuardStopped(
+                f"the guard gave up at step {stopped_at}: it skipped Guard.max_consecutive updates in a row and never "
+                "accepts a bad one. Go back to a checkpoint before the trouble, with a lower learning rate or past "
+                "the data that caused it; alert/guard/... and the flight record say when it began"
+            )
+
+
+def _parts(report: PackedReport) -> tuple[Any, Layout]:
+    try:
+        return report.buffer, report.layout
+    except AttributeError:
+        what = type(report).__name__
+        raise TypeError(f"record() needs the report that monitored_train_step returns, got {what}") from None
+
+
+def _check_buffer(buffer: Any, layout: Layout) -> None:
+    if not isinstance(buffer, np.ndarray) and is_tracer(buffer):
+        raise TypeError(
+            "record() was called inside a jitted function; call it with the report that the function returns"
+        )
+    shape = np.shape(buffer)
+    if len(shape) not in (1, 2) or shape[-1] != layout.size or buffer.dtype != np.uint32:
+        dtype = getattr(buffer, "dtype", type(buffer).__name__)
+        raise ValueError(
+            f"report buffer must be uint32 [{layout.size}] or [T, {layout.size}], got {dtype} {list(shape)}; "
+            "is the layout that of another program?"
+        )
+
+
+def _local(buffer: Any) -> Any:
+    """The part of a buffer that this process can read, if that is all of it; else None."""
+    if getattr(buffer, "is_fully_addressable", True):
+        return buffer
+    return buffer.addressable_data(0) if buffer.is_fully_replicated else None

@@ -1,0 +1,195 @@
+"""Reads a run's folder, also while the run is being written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from probes_jax.host.run_folder import FORMAT, RunFolder
+from probes_jax.host.series_block import absent, decode
+from probes_jax.host.store import SeriesArrays, Store
+from probes_jax.spec.derive import derive
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """One session of the run.
+
+    Attributes:
+        key: Its number as in the keys.
+        end: Steps from this one on were done again by a later attempt; None when none were.
+        entry: What the session wrote about itself.
+    """
+
+    key: str
+    end: int | None
+    entry: dict[str, Any]
+
+    def superseded(self, step: int) -> bool:
+        return self.end is not None and step >= self.end
+
+
+@dataclasses.dataclass(frozen=True)
+class _Series:
+    attempt: str
+    program: str
+    columns: str
+    path: str
+
+
+def _stem(key: str) -> str:
+    return key.rsplit("/", 1)[1].removesuffix(".json")
+
+
+def _candidates(names: tuple[str, ...], worst: str) -> dict[str, str]:
+    """Label and metric of everything that `worst` is the worst of."""
+    rules = (rule for rule in derive(names).worst if rule[0] == worst)
+    return {label: names[i] for _, at, labels in rules for i, label in zip(at, labels) if i < len(names)}
+
+
+class Run:
+    """A run's folder, read-only. Every call looks at the folder anew; `open_run` makes one.
+
+    Args:
+        path: Local path or URL.
+        context: A shared `tensorstore.Context`, for `memory://`.
+
+    Raises:
+        FileNotFoundError: There is no run in this folder.
+        ValueError: The run's format is newer than this reader.
+    """
+
+    def __init__(self, path: str, context: Any = None) -> None:
+        self.folder = RunFolder(path)
+        self._store = Store(path, context)
+        about = self._store.read("entries/run.json")
+        if about is None:
+            raise FileNotFoundError(f"no run in {path!r}: it has no entries/run.json (nothing was recorded there yet)")
+        if about["format"] != FORMAT:
+            raise ValueError(f"run {path!r} has format {about['format']}, this version reads {FORMAT}; use a newer one")
+        self._about = about
+        self._columns = functools.lru_cache(maxsize=None)(self._read_columns)
+
+    def names(self) -> list[str]:
+        """Names of all metrics that have a series, in the order of their columns."""
+        return list(dict.fromkeys(name for series in self._all_series() for name in self._columns(series.columns)))
+
+    def series(self, name: str, raw: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One metric over the steps.
+
+        Args:
+            name: A name of `names()`.
+            raw: False: one value per step, in order of the steps; where steps were done again, the last attempt's.
+                True: every value ever recorded, in order of recording.
+
+        Returns:
+            Steps (int64), values (float64), presence (bool), all `[T]`. An absent value is NaN; a NaN that is
+            present was measured.
+
+        Raises:
+            KeyError: No series has that name.
+        """
+        steps, _, stored = self._joined(name, [name], raw)
+        values, present = decode(stored[:, 0])
+        return steps, values, present
+
+    def wall_times(self, name: str, raw: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and the seconds since the epoch at which each was recorded; rows as in `series`."""
+        steps, wall_time, _ = self._joined(name, [name], raw)
+        return steps, wall_time
+
+    def which(self, name: str) -> tuple[np.ndarray, list[str]]:
+        """Which layer or shard is behind a worst-of metric, over the steps at which it is present.
+
+        Raises:
+            KeyError: No series has that name, or it is not the worst of others.
+        """
+        rules: dict[str, str] = {}
+        for series in self._holding(name):
+            rules |= _candidates(tuple(self._columns(series.columns)), name)
+        if not rules:
+            raise KeyError(f"{name!r} is not the worst of other metrics, so nothing is behind it")
+        steps, _, stored = self._joined(name, list(rules.values()), raw=False)
+        values, present = decode(stored)
+        rank = np.where(present, np.where(np.isnan(values), np.inf, values), -np.inf)
+        nan = present & np.isnan(values)
+        worst = np.where(nan.any(axis=1), nan.argmax(axis=1), rank.argmax(axis=1))
+        seen = present.any(axis=1)
+        labels = list(rules)
+        return steps[seen], [labels[i] for i in worst[seen]]
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order: `attempt`, `step`, `time`, `kind`, `payload`, and `superseded` for what belongs
+        to steps that were done again.
+        """
+        out = []
+        attempts = {attempt.key: attempt for attempt in self._attempts()}
+        for key in self._store.keys("entries/events/"):
+            attempt = attempts[key.split("/")[2]]
+            event = self._store.read(key)
+            out.append({"attempt": int(attempt.key), **event, "superseded": attempt.superseded(event["step"])})
+        return out
+
+    def manifest(self) -> dict[str, Any]:
+        """Format, creation time, attempts with their plans, series, names, and the registry's entries behind them."""
+        series = self._all_series()
+        metrics: dict[str, Any] = {}
+        for columns in dict.fromkeys(s.columns for s in series):
+            metrics |= self._store.read(f"entries/columns/{columns}.json")["metrics"]
+        return {
+            **self._about,
+            "attempts": [{"attempt": int(a.key), **a.entry} for a in self._attempts()],
+            "series": [dataclasses.asdict(s) for s in series],
+            "names": self.names(),
+            "metrics": metrics,
+        }
+
+    def _attempts(self) -> list[_Attempt]:
+        """Attempts in order; one ends where the earliest step of any later one begins."""
+        out: list[_Attempt] = []
+        end: int | None = None
+        for key in reversed(self._store.keys("entries/attempts/")):
+            entry = self._store.read(key)
+            out.append(_Attempt(_stem(key), end, entry))
+            first = entry["first_step"]
+            end = first if end is None else end if first is None else min(end, first)
+        return out[::-1]
+
+    def _all_series(self) -> list[_Series]:
+        keys = self._store.keys("entries/series/")
+        return [_Series(attempt=key.split("/")[2], **self._store.read(key)) for key in keys]
+
+    def _read_columns(self, key: str) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self._store.read(f"entries/columns/{key}.json")["names"])}
+
+    def _holding(self, name: str) -> list[_Series]:
+        found = [series for series in self._all_series() if name in self._columns(series.columns)]
+        if not found:
+            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; names() lists what it has")
+        return found
+
+    def _joined(self, name: str, wanted: list[str], raw: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Steps, wall times and stored values `[T, len(wanted)]` of the rows that have `name`, over all series."""
+        ends = {attempt.key: attempt.end for attempt in self._attempts()}
+        parts = []
+        for series in self._holding(name):
+            columns = self._columns(series.columns)
+            at = [columns.get(other) for other in wanted]
+            steps, times, values = SeriesArrays(self._store, series.path).read([i for i in at if i is not None])
+            full = absent((steps.size, len(wanted)))
+            full[:, [i for i, c in enumerate(at) if c is not None]] = values
+            keep = np.ones(steps.size, bool)
+            end = ends[series.attempt]
+            if not raw and end is not None:
+                keep = steps < end
+            parts.append((steps[keep], times[keep], full[keep], np.full(int(keep.sum()), int(series.attempt))))
+        steps, times, values, attempt = (np.concatenate(part) for part in zip(*parts))
+        order = np.lexsort((times, attempt)) if raw else np.lexsort((times, attempt, steps))
+        steps, times, values = steps[order], times[order], values[order]
+        if not raw and steps.size:
+            last = np.append(steps[1:] != steps[:-1], True)
+            steps, times, values = steps[last], times[last], values[last]
+        return steps, times, values

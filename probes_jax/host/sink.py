@@ -1,0 +1,28 @@
+"""Where the recorder sends the readings of a step."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from probes_jax.spec.readings import Readings
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes the readings of every recorded step, in order.
+
+    A sink is called from one thread, the recorder's worker. It may raise: the recorder counts the failure, logs it
+    and goes on. It must never start work on a device, and it creates nothing before the first `write`.
+    """
+
+    def write(self, readings: Readings) -> None:
+        """Takes one step. May buffer."""
+        ...
+
+    def flush(self) -> None:
+        """Makes everything taken so far readable by others and safe from the death of this process."""
+        ...
+
+    def close(self) -> None:
+        """Flushes and releases files. A second call does nothing."""
+        ...

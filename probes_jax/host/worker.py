@@ -1,0 +1,193 @@
+"""The one thread that reads reports: waits for the device, decodes, hands over to the sinks. NumPy only."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from probes_jax.host.backlog import STOP, Backlog, Pending, Ticket
+from probes_jax.host.delivery import Delivery
+from probes_jax.host.health import Complaint, Health
+from probes_jax.host.priority import shed
+from probes_jax.spec.metric import Priority
+from probes_jax.spec.readings import Readings, decoder_of
+
+HOST_NAMES = (
+    "sys/monitor/records",
+    "sys/monitor/dropped",
+    "sys/monitor/failed",
+    "sys/monitor/record_seconds",
+    "sys/data_wait",
+)
+STOPPED = "alert/guard/stopped"
+FLIGHT = "flight"
+_P0_PRESSURE = 0.25  # so full is the backlog that full reports give the sinks only their P0 values
+_FLIGHT_PRESSURE = 0.5  # so full is it that only the flight record gets a report
+
+
+class Worker:
+    """Takes reports from the backlog, in order, to the flight record and the sinks.
+
+    Args:
+        backlog: Unread reports.
+        deliveries: The flight record (named `flight`), if any, and the sinks.
+        clock: Seconds since the epoch, for the time at which a report reached the host.
+        guarded: Whether somebody waits for `acknowledged`.
+
+    Attributes:
+        latest: The last readings seen.
+        acknowledged: One token per report that has been dealt with: the step at which the guard stopped, if it has.
+        computing: Whether it waits for the device.
+        finished: Whether it has handed over everything and ended.
+    """
+
+    def __init__(
+        self,
+        backlog: Backlog,
+        deliveries: Sequence[Delivery],
+        *,
+        clock: Callable[[], float] = time.time,
+        guarded: bool = False,
+    ) -> None:
+        self.backlog = backlog
+        self.deliveries = tuple(deliveries)
+        self._flight = next((d for d in self.deliveries if d.name == FLIGHT), None)
+        self._sinks = tuple(d for d in self.deliveries if d is not self._flight)
+        self._clock = clock
+        self._guarded = guarded
+        self._complaint = Complaint()
+        self._thread = threading.Thread(target=self._run, name="probes_jax-worker", daemon=True)
+        self._last_step = -1
+        self._passed_over = 0  # reports that the sinks did not get in full because the backlog was long
+        self.acknowledged: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        backlog.on_lost = self._acknowledge
+        self._stopped_at: int | None = None
+        self.latest: Readings | None = None
+        self.recorded = 0  # written by the training thread
+        self.record_seconds = 0.0  # written by the training thread
+        self.read = 0
+        self.refused = 0
+        self.failed = 0
+        self.last_error = ""
+        self.computing = False
+        self.finished = False
+
+    def start(self) -> None:
+        for delivery in self.deliveries:
+            delivery.start()
+        self._thread.start()
+
+    def owns(self, thread: threading.Thread) -> bool:
+        """Whether `thread` is the worker or one of its sinks' threads."""
+        return thread is self._thread or any(delivery.owns(thread) for delivery in self.deliveries)
+
+    def refuse(self, text: str) -> None:
+        """Counts a report or a step that is not taken, and says so."""
+        self.refused += 1
+        self.last_error = text
+        self._complaint.say(text)
+
+    @property
+    def progress(self) -> int:
+        """A number that grows as long as anything is being done."""
+        return self.read + self.refused + self.failed + sum(delivery.settled for delivery in self.deliveries)
+
+    @property
+    def health(self) -> Health:
+        return Health(
+            recorded=self.recorded,
+            read=self.read,
+            lost=self.backlog.lost,
+            passed_over=self._passed_over,
+            refused=self.refused,
+            failed=self.failed,
+            record_seconds=self.record_seconds,
+            last_error=self.last_error,
+            sinks={delivery.name: delivery.health for delivery in self.deliveries},
+        )
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        while (item := self.backlog.get()) is not STOP:
+            if isinstance(item, Ticket):
+                self._pass_on(item)
+            elif isinstance(item, Pending):
+                self._handle(item)
+        for delivery in self.deliveries:
+            delivery.stop()
+        self.finished = True
+
+    def _pass_on(self, ticket: Ticket) -> None:
+        ticket.expect({delivery.name for delivery in self.deliveries})
+        for delivery in self.deliveries:
+            delivery.request(ticket)
+
+    def _handle(self, item: Pending) -> None:
+        pressure = self.backlog.pressure
+        try:
+            self._read(item, pressure)
+        except Exception as error:  # a failed computation, a buffer that does not fit its layout
+            self.failed += 1
+            self.last_error = f"{type(error).__name__}: {error}"
+            self._complaint.say(f"a report could not be read ({self.last_error}); training goes on")
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        if self._guarded:
+            self.acknowledged.put(self._stopped_at)
+
+    def _read(self, item: Pending, pressure: float) -> None:
+        self.computing = True
+        try:
+            buffer = np.asarray(item.buffer)
+        finally:
+            self.computing = False
+        wall_time = self._clock()
+        decoder = decoder_of(item.layout)
+        fresh = [r for row in buffer.reshape(-1, item.layout.size) if (r := decoder.decode(row)) is not None]
+        for readings in fresh:
+            # The host's times are those of the whole record; the last of stacked steps carries them.
+            times = (item.record_seconds, item.data_wait) if readings is fresh[-1] else (None, None)
+            values = (item.number, *self._troubles(), *times)
+            self._deliver(readings.extended(HOST_NAMES, values, wall_time), pressure)
+
+    def _troubles(self) -> tuple[int, int]:
+        """(records that somebody did not get in full, calls of a sink that raised) so far."""
+        sinks = [delivery.health for delivery in self.deliveries]
+        unread = self.backlog.lost + self.refused + self.failed + self._passed_over
+        return unread + sum(s.dropped + s.thinned for s in sinks), sum(s.failed for s in sinks)
+
+    def _deliver(self, readings: Readings, pressure: float) -> None:
+        if readings.step <= self._last_step:
+            self.refuse(
+                f"step {readings.step} came after step {self._last_step} and was not recorded; "
+                "steps must rise within one recorder: make a new Recorder after going back to an earlier state"
+            )
+            return
+        self._last_step = readings.step
+        self.read += 1
+        self.latest = readings
+        self._look_at_guard(readings)
+        alerts = shed(readings, Priority.P0)
+        if self._flight is not None:
+            self._flight.put(alerts)
+        if pressure > _FLIGHT_PRESSURE:
+            self._passed_over += 1
+            return
+        if pressure > _P0_PRESSURE and readings.program == "full":
+            self._passed_over += 1
+            readings = alerts
+        for sink in self._sinks:
+            sink.put(readings)
+
+    def _look_at_guard(self, readings: Readings) -> None:
+        if self._stopped_at is not None or STOPPED not in readings.names:
+            return
+        column = readings.names.index(STOPPED)
+        if readings.present[column] and readings.values[column] != 0:
+            self._stopped_at = readings.step

@@ -1,0 +1,121 @@
+"""What a wrapped model can do, whatever framework it is written in."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from probes_jax.observe.point import Point
+from probes_jax.observe.rngs import Rngs
+from probes_jax.stats.summary import Summary
+
+Measure = Callable[[jax.Array], Summary]
+LossFn = Callable[..., Any]  # (model, batch, rngs) -> anything
+
+
+class ModelParts(NamedTuple):
+    """A model's arrays.
+
+    Attributes:
+        params: Nested dict of the trained arrays; all keys are strings, also list indices.
+        state: Nested dict of everything else the model carries (batch statistics, caches); `{}` if none.
+    """
+
+    params: Any
+    state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """What one evaluation of a loss function left behind.
+
+    Attributes:
+        points: A summary per point, in the order in which the values were computed. Summaries from inside a scan
+            over layers have leading stack axes.
+        state: The model's new state, of the same structure as the one bound.
+        outputs: What each root call returned, in order.
+        seen: Every point the trace came across, also those without a summary.
+        missing: Points seen but not reported: why, and the line that mends it.
+        stacks: Scanned parameter subtrees: path prefix to (layer axis, number of layers).
+    """
+
+    points: dict[Point, Summary]
+    state: Any
+    outputs: list[Any]
+    seen: tuple[Point, ...]
+    missing: dict[Point, str]
+    stacks: dict[tuple[str, ...], tuple[int, int]]
+
+
+class Bound(abc.ABC):
+    """A model bound to its parameters: what a loss function gets as `model`.
+
+    Callable like the module. Methods of the module are called in the same bound way (`bound.encode(x)`), submodules
+    too (`bound.decoder(x)`); other attributes read through.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+
+    @abc.abstractmethod
+    def finish(self) -> Captured:
+        """Everything observed since `bind`. Call it once, in the same trace as `bind`."""
+
+
+class Binding(abc.ABC):
+    """A model, and how to make, bind and observe its arrays. The model is not edited and not changed."""
+
+    @abc.abstractmethod
+    def init(self, loss_fn: LossFn, batch: Any, key: jax.Array, variables: Any = None) -> ModelParts:
+        """The model's first arrays. Pure: it may be traced.
+
+        Args:
+            loss_fn: The user's loss function; only it knows how the model is called.
+            batch: An example batch.
+            key: A random key.
+            variables: Weights to start from. They are checked against the model.
+
+        Raises:
+            TypeError, ValueError: `variables` do not fit the model; the message says where.
+        """
+
+    @abc.abstractmethod
+    def partition_specs(self, params: Any, state: Any) -> ModelParts:
+        """The model's own partition metadata: a `PartitionSpec` per array, None where the model says nothing."""
+
+    @abc.abstractmethod
+    def bind(
+        self,
+        params: Any,
+        state: Any,
+        *,
+        rngs: Rngs | None = None,
+        measure: Measure | None = None,
+        taps: Mapping[str, jax.Array] | None = None,
+    ) -> Bound:
+        """Binds arrays to the model, for one evaluation of the loss function.
+
+        Args:
+            params: As `init` returns them.
+            state: As `init` returns it, or as the last step left it.
+            rngs: Random keys of this step; None for a model that needs none.
+            measure: Called on every observed float array where it is produced, also inside the body of a scan or a
+                checkpointed block; the summary leaves that body as one of its outputs. None observes nothing, and
+                the model runs as if unwrapped.
+            taps: Slots for the statistics of backward gradients, by `Point.key`. They pass through unused.
+        """
+
+    @abc.abstractmethod
+    def module(self, params: Any, state: Any, *, copy: bool = True) -> Any:
+        """The model with these weights, usable without this library.
+
+        Args:
+            params: As `init` returns them.
+            state: As `init` returns it.
+            copy: Copy the arrays, so that they outlive a step that donates its state.
+        """

@@ -1,0 +1,132 @@
+"""Points seen while tracing against points that came back: what is missing has a name and a reason."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from probes_jax.observe.names import Names, Path
+from probes_jax.observe.point import Point, point_name
+from probes_jax.observe.record import Record
+from probes_jax.stats.summary import Summary
+
+Key = tuple[Path, str, str]  # module path, class, method
+
+LOST = (
+    "the value did not come back from a transform around the module; call the module outside of it, or use Flax's own "
+    "lifted transform (nn.scan, nn.remat, nnx.remat)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """One call seen while tracing.
+
+    Attributes:
+        path: Module path.
+        class_name: Class of the module.
+        method: Name of the method.
+        leaves: Paths of the float arrays in its output.
+        reason: Why no value can come back, and what to do; None when one should.
+    """
+
+    path: Path
+    class_name: str
+    method: str
+    leaves: tuple[str, ...]
+    reason: str | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.path, self.class_name, self.method
+
+
+@dataclasses.dataclass
+class Result:
+    """Points of one evaluation, in the order in which the values were computed."""
+
+    points: dict[Point, Summary] = dataclasses.field(default_factory=dict)
+    seen: list[Point] = dataclasses.field(default_factory=list)
+    missing: dict[Point, str] = dataclasses.field(default_factory=dict)
+
+
+def settle(
+    visits: Sequence[Visit], returned: Iterable[tuple[Path, Record]], params: Iterable[Path], stacks: Iterable[Path]
+) -> Result:
+    """Matches the calls seen with the records that came back.
+
+    Args:
+        visits: Calls in the order in which they returned.
+        returned: Records with the path of the module they were found at, those of one module in call order. A
+            compiled block that is traced once and used twice returns more records than calls were seen.
+        params: Parameter paths; they have the first word in naming.
+        stacks: Scanned parameter subtrees.
+    """
+    records: dict[Key, collections.deque[Record]] = {}
+    for path, record in returned:
+        path = (*path, *record.below)
+        records.setdefault((path, record.class_name, record.method), collections.deque()).append(record)
+    layers = {path[:at] for (path, _, _), found in records.items() for record in found for at in record.stack}
+    paths = [visit.path for visit in visits] + [path for path, _, _ in records]
+    namer = _Namer(Names(params, {*stacks, *layers}, also=paths))
+    result = Result()
+    calls: collections.Counter[Key] = collections.Counter()
+    for visit, record in _pair(visits, records):
+        key = (visit.path, visit.class_name, visit.method)
+        for leaf in visit.leaves if record is None else _in_order(visit.leaves, record):
+            summary = None if record is None else record.values[leaf]
+            point = namer.name(
+                Point(*key, calls[key], leaf, () if record is None else record.stack, "?"),
+                () if summary is None else summary.stack_shape(),
+            )
+            result.seen.append(point)
+            if summary is None:
+                result.missing[point] = visit.reason or LOST
+            else:
+                result.points[point] = summary
+        calls[key] += 1
+    return result
+
+
+def _pair(
+    visits: Iterable[Visit], records: dict[Key, collections.deque[Record]]
+) -> Iterator[tuple[Visit, Record | None]]:
+    for visit in visits:
+        waiting = records.get(visit.key)
+        yield visit, waiting.popleft() if visit.reason is None and waiting else None
+    for (path, _, _), waiting in records.items():  # from a block traced once and used several times
+        for record in waiting:
+            yield Visit(path, record.class_name, record.method, tuple(record.values)), record
+
+
+def _in_order(leaves: tuple[str, ...], record: Record) -> list[str]:
+    """A record that went through a transform has its leaves sorted; the order of the output is the better one."""
+    return sorted(record.values, key=lambda leaf: leaves.index(leaf) if leaf in leaves else len(leaves))
+
+
+class _Namer:
+    """Gives each point a name no other point's layers have."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._taken: set[str] = set()
+
+    def name(self, point: Point, stack_shape: tuple[int, ...]) -> Point:
+        base = point_name(point, self._names)
+        for name in _variants(base, point.class_name):
+            named = dataclasses.replace(point, name=name)
+            labels = named.labels(stack_shape)
+            if not self._taken.intersection(labels):
+                break
+        self._taken.update(labels)
+        return named
+
+
+def _variants(name: str, class_name: str) -> Iterator[str]:
+    yield name
+    yield f"{name}~{class_name}"
+    number = 2
+    while True:
+        yield f"{name}~{class_name}~{number}"
+        number += 1

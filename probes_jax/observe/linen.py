@@ -1,0 +1,238 @@
+"""linen models: bound, initialized and observed without an edit."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import core
+from flax.core import meta, tracers, unfreeze
+from flax.core.scope import DenyList, in_filter, union_filters
+from flax.linen import module as linen_module
+
+from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
+from probes_jax.observe.census import settle
+from probes_jax.observe.linen_attribute import LinenAttribute, holds_module
+from probes_jax.observe.linen_recorder import FLAG, OUTSIDE, LinenRecorder
+from probes_jax.observe.linen_variables import check_variables, conform, specs_of
+from probes_jax.observe.names import Path
+from probes_jax.observe.rngs import Rngs
+
+NOT_STATE = ("intermediates", "perturbations")  # outputs of one call, never carried from step to step
+_numbers = itertools.count()
+
+
+class LinenBinding(Binding):
+    """A linen module, wrapped.
+
+    Args:
+        module: An unbound module instance.
+        streams: Random streams to provide. Any other name falls back to `params`, as in linen itself; a call may add
+            its own with `rngs=`.
+    """
+
+    def __init__(self, module: nn.Module, streams: tuple[str, ...] = ("params", "dropout")) -> None:
+        if module.scope is not None:
+            raise ValueError("wrap() got a linen module that is bound to variables; pass the unbound module (m.unbind()[0])")
+        self.wrapped = module
+        self.streams = tuple(dict.fromkeys(("params", *streams)))
+        self._specs: ModelParts | None = None
+
+    def init(self, loss_fn: LossFn, batch: Any, key: jax.Array, variables: Any = None) -> ModelParts:
+        """See `Binding.init`.
+
+        `variables` is a dict with `params` and all other collections, or the tree of parameters alone (then the
+        other collections start anew). Values that modules `sow` are outputs, not state: they are left out.
+        """
+        if variables is None:
+            boxed = self._initialize(loss_fn, batch, key)
+        else:
+            expected = jax.eval_shape(lambda: self._initialize(loss_fn, batch, key))
+            boxed = check_variables(variables, expected, NOT_STATE)
+            if boxed.keys() < expected.keys():
+                boxed = {**self._initialize(loss_fn, batch, key), **boxed}
+        self._specs = _parts(specs_of(boxed))
+        return _parts(meta.unbox(boxed))
+
+    def _initialize(self, loss_fn: LossFn, batch: Any, key: jax.Array) -> dict[str, Any]:
+        rngs = Rngs(key)
+        model = _Initializing(self, rngs)
+        loss_fn(model, batch, rngs)
+        return {"params": {}, **model.variables_}
+
+    def partition_specs(self, params: Any, state: Any) -> ModelParts:
+        """See `Binding.partition_specs`. Known once `init` has run, also under `jax.eval_shape`."""
+        unknown = jax.tree.map(lambda _: None, ModelParts(params, state))
+        known = self._specs or unknown
+
+        def structure(tree: Any) -> Any:
+            return jax.tree.structure(tree, is_leaf=lambda x: x is None or isinstance(x, jax.sharding.PartitionSpec))
+
+        return ModelParts(*(k if structure(k) == structure(u) else u for k, u in zip(known, unknown)))
+
+    def bind(
+        self,
+        params: Any,
+        state: Any,
+        *,
+        rngs: Rngs | None = None,
+        measure: Measure | None = None,
+        taps: Mapping[str, jax.Array] | None = None,
+    ) -> LinenBound:
+        """See `Binding.bind`."""
+        recorder = None if measure is None else LinenRecorder(f"{FLAG}_{next(_numbers)}", measure, taps)
+        return LinenBound(self, params, state, rngs, recorder)
+
+    def module(self, params: Any, state: Any, *, copy: bool = True) -> dict[str, Any]:
+        """Variables for `module.apply`."""
+        variables = {"params": params, **state}
+        return jax.tree.map(jax.numpy.copy, variables) if copy else variables
+
+
+class LinenBound(Bound):
+    """A linen module with its variables, for one evaluation of the loss function."""
+
+    def __init__(
+        self, binding: LinenBinding, params: Any, state: Any, rngs: Rngs | None, recorder: LinenRecorder | None
+    ) -> None:
+        self._binding = binding
+        self._params = params
+        self._state = dict(state)
+        self._rngs = rngs
+        self._recorder = recorder
+        self._outputs: list[Any] = []
+        self._trace = tracers.current_trace()
+
+    def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        """Calls the module, as `module.apply` does without its first argument.
+
+        Args:
+            *args: Arguments of the module.
+            method: Method to call, by name or as a function of the module; `__call__` by default.
+            **kwargs: Arguments of the module, and three of `apply`: `rngs` (more streams), `mutable` (collections to
+                return beside the output), `capture_intermediates`.
+        """
+        function = _resolve(self._binding.wrapped, method)
+        output, mutated, wanted = self._run(function, args, kwargs, root=True)
+        return output if wanted is False else (output, mutated)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        module = self._binding.wrapped
+        static = inspect.getattr_static(type(module), name, None)
+        if name in nn.Module.__dict__ and not isinstance(static, property):
+            return getattr(module, name)
+        if inspect.isfunction(static):
+            return lambda *args, **kwargs: self(*args, method=name, **kwargs)
+        attribute = LinenAttribute(self._call_attribute, self._read_attribute, (name,))
+        value = attribute.read()
+        return attribute if holds_module(value) else value
+
+    def _call_attribute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output, mutated, wanted = self._run(function, args, kwargs, root=False)
+        return output if wanted is False else (output, mutated)
+
+    def _read_attribute(self, function: Callable[..., Any]) -> Any:
+        return self._run(function, (), {}, root=False, observe=False)[0]
+
+    def _run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, root: bool, observe: bool = True
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """Runs `function(bound module, *args, **kwargs)`; the output, what the caller asked for, and the asking."""
+        if self._outputs is None:
+            raise RuntimeError("this bound model is finished; bind the parameters again for another evaluation")
+        options = {name: kwargs.pop(name) for name in ("rngs", "mutable", "capture_intermediates") if name in kwargs}
+        wanted, capture = options.get("mutable", False), options.get("capture_intermediates", False)
+        wanted = union_filters(wanted, "intermediates") if capture else wanted
+        within = tracers.current_trace() == self._trace
+        recorder = self._recorder if observe else None
+        apply = core.apply(
+            self._scope_function(function, capture, recorder, within),
+            mutable=self._mutable(wanted, recorder if within else None, within),
+            flags=self._flags(recorder),
+        )
+        output, mutated = apply(self._variables(), *args, rngs=self._streams(options.get("rngs")), **kwargs)
+        mutated = unfreeze(mutated)
+        if recorder is not None:
+            recorder.collect(mutated.pop(recorder.collection, {}))
+        if within:
+            self._carry(mutated)
+            if root:
+                self._outputs.append(output)
+        return output, {name: value for name, value in mutated.items() if in_filter(wanted, name)}, wanted
+
+    def _scope_function(
+        self, function: Callable[..., Any], capture: Any, recorder: LinenRecorder | None, within: bool
+    ) -> Callable[..., Any]:
+        """What `flax.linen.apply` runs, under observation."""
+        capture = linen_module.capture_call_intermediates if capture is True else capture
+
+        def run(scope: Any, *args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                linen_module._context.capture_stack.append(capture)
+                stack.callback(linen_module._context.capture_stack.pop)
+                module = self._binding.wrapped.clone(parent=scope, _deep_clone=True)
+                if recorder is not None:
+                    recorder.blocked = None if within else OUTSIDE
+                    stack.enter_context(recorder.recording(module))
+                return function(module, *args, **kwargs)
+
+        return run
+
+    def _mutable(self, wanted: Any, recorder: LinenRecorder | None, within: bool) -> Any:
+        """Carried collections are mutable where their new values can be kept, ours exactly while it observes."""
+        kept = list(self._state) if within else []
+        return union_filters(wanted, kept + ([recorder.collection] if recorder else []))
+
+    def _flags(self, recorder: LinenRecorder | None) -> dict[str, Any]:
+        return {} if recorder is None else {FLAG: recorder.collection}
+
+    def _variables(self) -> dict[str, Any]:
+        return {"params": self._params, **self._state}
+
+    def _streams(self, more: Any) -> dict[str, jax.Array]:
+        own = self._rngs.streams(self._binding.streams) if self._rngs is not None else {}
+        if isinstance(more, Rngs):
+            more = more.streams(self._binding.streams)
+        return {**own, **(more if more is None or isinstance(more, Mapping) else {"params": more} or {})} if more else own
+
+    def _carry(self, mutated: Mapping[str, Any]) -> None:
+        self._state = {name: conform(old, mutated.get(name, old)) for name, old in self._state.items()}
+
+    def finish(self) -> Captured:
+        """See `Bound.finish`."""
+        outputs, self._outputs = self._outputs, None
+        if outputs is None:
+            raise RuntimeError("finish() was called before; bind the parameters again for another evaluation")
+        if self._recorder is None:
+            return Captured({}, self._state, outputs, (), {}, {})
+        paths = [tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
+        stacks = _stacks(self._recorder.stacks, self._params)
+        result = settle(self._recorder.visits, self._recorder.returned, paths, stacks)
+        return Captured(result.points, self._state, outputs, tuple(result.seen), result.missing, stacks)
+
+
+class _Initializing(LinenBound):
+    """A bound model that makes what it lacks: variables appear as the loss function calls it."""
+
+    def __init__(self, binding: LinenBinding, rngs: Rngs) -> None:
+        super().__init__(binding, {}, {}, rngs, None)
+        self.variables_: dict[str, Any] = {}
+
+    def _variables(self) -> dict[str, Any]:
+        return self.variables_
+
+    def _mutable(self, wanted: Any, recorder: LinenRecorder | None, within: bool) -> Any:
+        return union_filters(wanted, DenyList(NOT_STATE))
+
+    def _flags(self, recorder: LinenRecorder | None) -> dict[str, Any]:
+        return {"initializing": True, FLAG: "init"}
+
+    def _carry(self, mutated: Mapping[str, Any]) -> None:
+        self.variables_ = {name: value for name, value in mutated.items() if name not in NOT_STATE}

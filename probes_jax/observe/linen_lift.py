@@ -1,0 +1,150 @@
+"""Lifted linen transforms carry what is observed in their bodies.
+
+`flax.core.lift` builds every lifted transform from two functions, `pack` and `_split_in_out_axes`. While a model is
+traced under observation, both are wrapped, so that our collection leaves `scan`, `vmap` and `remat` as one more
+output. They are looked up when a transform is applied, not when it is defined: a class made by `nn.scan` at import
+time is reached too. Nothing else changes: no name, no random key, no argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from flax.core import lift
+from flax.core.scope import Scope, in_filter, subtract_filters, union_filters
+
+PER_LAYER = ("scan", "vmap")
+CARRIED = (*PER_LAYER, "remat")
+# Branches and derivatives must return the same structure whichever way they run; nothing is observed inside.
+REFUSED = ("cond", "switch", "while_loop", "custom_vjp", "map_variables", "vjp", "jvp", "value_and_grad")
+
+
+class Carrier(Protocol):
+    """Whoever observes: owns a collection, and is told when a transform is entered."""
+
+    collection: str
+
+    def owns(self, scopes: list[Any]) -> bool:
+        """Whether all scopes belong to the model that is observed."""
+        ...
+
+    def lifted(self, name: str, scopes: list[Any], axis: int | None) -> contextlib.AbstractContextManager[None]:
+        """Around one application of a transform; `axis` is the layer axis of its parameters, None without."""
+        ...
+
+
+class _Active(threading.local):
+    carriers: tuple[Carrier, ...] = ()
+    axes: dict[Any, int | None] | None = None  # the variable axes of the scan or vmap being built
+
+
+_active = _Active()
+_lock = threading.Lock()
+_users = 0
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+@contextlib.contextmanager
+def carrying(carrier: Carrier) -> Iterator[None]:
+    """Makes lifted transforms carry `carrier.collection` while the block runs, in this thread only."""
+    previous = _active.carriers
+    _active.carriers = (*previous, carrier)
+    _install()
+    try:
+        yield
+    finally:
+        _uninstall()
+        _active.carriers = previous
+
+
+def _install() -> None:
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for name, make in (("pack", _make_pack), ("_split_in_out_axes", _make_split)):
+                original = getattr(lift, name, None)
+                if original is not None:
+                    _originals[name] = original
+                    setattr(lift, name, make(original))
+
+
+def _uninstall() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            for name, original in _originals.items():
+                setattr(lift, name, original)
+            _originals.clear()
+
+
+def _make_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def split_in_out_axes(xs: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        in_axes, out_axes = original(xs)
+        if _active.carriers:
+            _active.axes = in_axes
+            out_axes = {_active.carriers[-1].collection: 0, **out_axes}  # first: a later filter may match it too
+        return in_axes, out_axes
+
+    return split_in_out_axes
+
+
+def _make_pack(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def pack(
+        fn: Any, in_variable_filters: Any, out_variable_filters: Any, rng_filters: Any, name: Any = None, **options: Any
+    ) -> Callable[..., Any]:
+        if not _active.carriers or name not in (*CARRIED, *REFUSED):
+            return original(fn, in_variable_filters, out_variable_filters, rng_filters, name=name, **options)
+        carrier = _active.carriers[-1]
+        ins, outs = list(in_variable_filters), list(out_variable_filters)
+        axis = _params_axis(ins, len(ins) - len(_active.axes or ())) if name in PER_LAYER else None
+        _set_filters(name, carrier.collection, ins, outs)
+        plain = original(fn, tuple(ins), tuple(outs), rng_filters, name=name, **options)
+
+        @functools.wraps(plain)
+        def carried(scope_tree: Any, *args: Any, **kwargs: Any) -> Any:
+            scopes = _scopes(scope_tree)
+            if not carrier.owns(scopes):
+                return plain(scope_tree, *args, **kwargs)
+            with carrier.lifted(name, scopes, axis):
+                return plain(scope_tree, *args, **kwargs)
+
+        return carried
+
+    return pack
+
+
+def _params_axis(ins: list[Any], groups_from: int) -> int | None:
+    """The axis over which the transform maps parameters, None when every iteration has the same ones."""
+    axes = list((_active.axes or {}).values())
+    for index, group in enumerate(ins):
+        if in_filter(group, "params"):
+            return axes[index - groups_from] if index >= groups_from else None
+    return None
+
+
+def _set_filters(name: str, collection: str, ins: list[Any], outs: list[Any]) -> None:
+    """Lets the collection out of the transform (`CARRIED`), or keeps it from being written inside (`REFUSED`)."""
+
+    def without(filters: list[Any]) -> list[Any]:
+        return [subtract_filters(f, collection) if in_filter(f, collection) else f for f in filters]
+
+    if name == "remat":
+        outs[:] = [union_filters(outs[0], collection), *outs[1:]]
+    elif name == "scan":  # neither a broadcast nor a carry: its axis was added where axes are split
+        ins[:2], outs[:2] = without(ins[:2]), without(outs[:2])
+    elif name in REFUSED:
+        ins[:], outs[:] = without(ins), without(outs)
+
+
+def _scopes(scope_tree: Any) -> list[Any]:
+    if isinstance(scope_tree, Scope):
+        return [scope_tree]
+    return [scope for scope in scope_tree if isinstance(scope, Scope)]

@@ -1,0 +1,114 @@
+"""The command line: `probes`, or `python -m probes_jax`.
+
+Everything but the parser is imported by the command that needs it, and nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_EXAMPLES = """\
+examples:
+  probes screen runs/demo              the signals of a run, and what was unusual in it
+  probes metrics                       every metric: what it is, what it catches
+  probes metrics --json grad/norm      one of them, for a program
+
+exit code: 0 done, 1 the run cannot be read, 2 wrong use
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code.
+
+    Args:
+        arguments: Without the program's name; by default those of the process.
+    """
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    try:
+        return chosen.run_command(chosen)
+    except BrokenPipeError:  # the reader (`| head`) has gone; say nothing more, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    plain: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(
+        prog="probes", description="Reads what probes_jax recorded.", epilog=_EXAMPLES, **plain
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and stop")
+    parser.set_defaults(run_command=_version_or_help, parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    metrics = commands.add_parser("metrics", help="list the metrics", description="Lists the metrics.")
+    metrics.add_argument("name", nargs="*", help="only these: reported names, or the beginning of a name")
+    form = metrics.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON list")
+    form.add_argument("--markdown", action="store_true", help="the metric reference, docs/metrics.md")
+    metrics.set_defaults(run_command=_metrics)
+
+    screen = commands.add_parser(
+        "screen",
+        help="the first screen of a run",
+        description="Shows the signals of a run with value, unit, state and since when, and what was unusual.",
+    )
+    screen.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
+    screen.set_defaults(run_command=_screen)
+    return parser
+
+
+def _version_or_help(chosen: argparse.Namespace) -> int:
+    if chosen.version:
+        from probes_jax import __version__
+
+        print(__version__)
+        return 0
+    chosen.parser.print_help()
+    return 2
+
+
+def _metrics(chosen: argparse.Namespace) -> int:
+    from probes_jax.present import reference
+    from probes_jax.spec.catalog import REGISTRY
+
+    specs = list(REGISTRY)
+    for name in chosen.name:
+        if not any(_asked(spec, [name]) for spec in specs):
+            print(f"probes metrics: no metric {name!r}; `probes metrics` lists all", file=sys.stderr)
+            return 2
+    if chosen.name:
+        specs = [spec for spec in specs if _asked(spec, chosen.name)]
+    if chosen.json:
+        print(reference.as_json(specs))
+    elif chosen.markdown:
+        sys.stdout.write(reference.as_markdown(specs))
+    else:
+        from probes_jax.present.table import make_console
+
+        make_console().print(reference.as_table(specs))
+    return 0
+
+
+def _asked(spec: Any, names: Sequence[str]) -> bool:
+    from probes_jax.spec.catalog import REGISTRY
+
+    return any(spec.name.startswith(name) or REGISTRY.find(name) is spec for name in names)
+
+
+def _screen(chosen: argparse.Namespace) -> int:
+    from probes_jax.host.run_folder import open_run
+    from probes_jax.present.screen import print_screen
+    from probes_jax.present.table import make_console
+
+    try:
+        run = open_run(chosen.run)
+        print_screen(run, make_console())
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError) as error:
+        print(f"probes screen: {error}", file=sys.stderr)
+        return 1
+    return 0

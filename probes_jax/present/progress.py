@@ -1,0 +1,166 @@
+"""The signals while the run goes on: a progress bar with their last values, or a plain line now and then."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from probes_jax.present.first_screen import format_value
+from probes_jax.present.state import ALARMS, DETECTORS, State
+from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.metric import Priority
+from probes_jax.spec.plan import Plan
+from probes_jax.spec.readings import Readings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PAIRS = 3  # signals side by side
+_PER_SECOND = 2  # redraws; each takes the training thread's time, too
+
+
+class _Source(Protocol):
+    @property
+    def latest(self) -> Readings | None: ...
+
+
+class LatestSignals:
+    """The last value of every signal. A metric that is measured every 100 steps keeps its value in between."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._units: dict[str, str] = {}  # of every signal, in the order of the report
+        self._names: tuple[str, ...] = ()
+        self._columns: dict[str, int] = {}  # signals and scores in the present names
+        self.values: dict[str, tuple[float, State]] = {}
+        self.step: int | None = None
+
+    def see(self, readings: Readings | None) -> None:
+        """Takes the readings of a step; None and a step seen before are ignored."""
+        if readings is None or readings.step == self.step:
+            return
+        if readings.names is not self._names:
+            self._look_up(readings.names)
+        self.step = readings.step
+        measured = {n: float(readings.values[i]) for n, i in self._columns.items() if readings.present[i]}
+        for name in self._units:
+            if name in measured:
+                self.values[name] = measured[name], self._state(name, measured)
+
+    def _look_up(self, names: tuple[str, ...]) -> None:
+        scores = {f"{signal}/spike/score" for signal in DETECTORS.values()}
+        self._names, self._columns = names, {}
+        for column, name in enumerate(names):
+            spec = REGISTRY.find(name)
+            if spec is not None and spec.priority is Priority.P0:
+                self._units.setdefault(name, spec.unit)
+                self._columns[name] = column
+            elif name in scores:
+                self._columns[name] = column
+
+    def _state(self, name: str, measured: dict[str, float]) -> State:
+        value = measured[name]
+        score = measured.get(f"{DETECTORS.get(name)}/spike/score", 0.0)
+        if not math.isfinite(value) or score > self._plan.theta or (name in ALARMS and value != 0):
+            return State.ALERT
+        return State.WATCH if score > self._plan.theta / 2 else State.OK
+
+    def texts(self) -> list[tuple[str, str, State]]:
+        """(name, value, state) of every signal measured so far."""
+        found = [(name, *self.values[name]) for name in self._units if name in self.values]
+        return [(name, format_value(value, self._units[name]), state) for name, value, state in found]
+
+
+class LiveSignals:
+    """Shows how far a run is and what its signals say. Reads `recorder.latest`, so it never waits for the device.
+
+        with Recorder("runs/demo", plan) as recorder, LiveSignals(recorder, plan, total=1000) as live:
+            for batch in batches:
+                state, report = monitored_train_step(state, batch)
+                recorder.record(report)
+                live.update()
+
+    In a terminal it is redrawn in place; anywhere else a line is printed now and then.
+
+    Args:
+        recorder: Has `latest`.
+        plan: Thresholds, for the colours.
+        total: Steps of the whole run.
+        console: Where to; standard output by default.
+        every: Seconds between two lines where the output is no terminal.
+        clock: Seconds; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        recorder: _Source,
+        plan: Plan,
+        *,
+        total: int,
+        console: Console | None = None,
+        every: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from probes_jax.present.table import make_console
+
+        self._recorder, self._signals = recorder, LatestSignals(plan)
+        self._console = console or make_console()
+        self._every, self._clock = every, clock
+        self._next = clock()
+        self._total = total
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=self._console, auto_refresh=False)
+        self._task = self._bar.add_task("training", total=total)
+        self._live = Live(console=self._console, get_renderable=self._draw, refresh_per_second=_PER_SECOND)
+
+    def __enter__(self) -> LiveSignals:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+        elif self._signals.step is not None:
+            self._say()
+
+    def update(self) -> None:
+        """Looks at the last readings. Call it once a step, so that a value measured every 100 steps is not missed."""
+        self._signals.see(self._recorder.latest)
+        if not self._console.is_terminal and self._clock() >= self._next:
+            self._next = self._clock() + self._every
+            self._say()
+
+    def _say(self) -> None:
+        if self._signals.step is None:
+            self._next = self._clock()  # nothing has come back yet: say it as soon as something has
+            return
+        texts = {name: text for name, text, _ in self._signals.texts()}
+        shown = [f"{name} {texts[name]}" for name in ("loss/mean", "grad/norm", "grad/clip_rate") if name in texts]
+        troubles = [f"{name} {text}" for name, text, state in self._signals.texts() if state is State.ALERT]
+        alert = f"  ALERT {', '.join(troubles)}" if troubles else ""
+        line = f"step {self._signals.step + 1}/{self._total}  {'  '.join(shown)}{alert}"
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def _draw(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        from probes_jax.present.table import COLOURS
+
+        done = 0 if self._signals.step is None else self._signals.step + 1
+        self._bar.update(self._task, completed=done, description="training" if done else "compiling")
+        grid = Table.grid(padding=(0, 1))
+        for _ in range(_PAIRS):
+            grid.add_column(style="dim")
+            grid.add_column(justify="right", min_width=10)
+        pairs = [(Text(name), Text(text, COLOURS[state])) for name, text, state in self._signals.texts()]
+        for at in range(0, len(pairs), _PAIRS):
+            grid.add_row(*(cell for pair in pairs[at : at + _PAIRS] for cell in pair))
+        return Group(self._bar.get_renderable(), grid)

@@ -1,0 +1,65 @@
+"""The first screen as a table in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from probes_jax.present.first_screen import Signal, format_value
+from probes_jax.present.state import State
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+COLOURS = {State.OK: "green", State.WATCH: "yellow", State.ALERT: "bold red", State.NO_DATA: "dim"}
+_HEADINGS = ("signal", "value", "unit", "state", "since step", "where")
+_PLAIN_WIDTH = 120
+
+
+def show_unit(unit: str) -> str:
+    """The unit as it is shown: nothing for a plain ratio."""
+    return "" if unit == "1" else unit
+
+
+def cells(signal: Signal) -> tuple[str, ...]:
+    """What stands in one row, without colour."""
+    return (
+        signal.name,
+        format_value(signal.value, signal.unit),
+        show_unit(signal.unit),
+        signal.state.text,
+        "-" if signal.since is None else f"{signal.since:,}",
+        signal.where,
+    )
+
+
+def signals_table(signals: Sequence[Signal], title: str = "") -> Table:
+    """A rich table of the first screen."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right" if heading in ("value", "since step") else "left")
+    for signal in signals:
+        row = [Text(cell) for cell in cells(signal)]
+        row[3].stylize(COLOURS[signal.state])
+        table.add_row(*row)
+    return table
+
+
+def make_console(width: int | None = None, record: bool = False) -> Console:
+    """A console on standard output; where that is no terminal, plain text of a fixed width.
+
+    Args:
+        width: Columns; by default those of the terminal.
+        record: Keep what is printed, for `save_svg`.
+    """
+    import sys
+
+    from rich.console import Console
+
+    fixed = width or (None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    return Console(width=fixed, record=record, highlight=False, soft_wrap=False)

@@ -1,0 +1,149 @@
+"""What was unusual in a run, read from its record: one line for each kind of trouble, with its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from probes_jax.present.first_screen import format_value
+from probes_jax.present.score import find_plan
+from probes_jax.present.state import DETECTORS, History, read, where
+from probes_jax.spec.plan import Plan
+
+# Running counts of the train state: a rise is one more trouble on that step.
+_COUNTS = (
+    ("alert/nonfinite_steps", "NaN or infinite loss or gradient"),
+    ("alert/nonfinite_accepted", "update applied although it was not finite"),
+    ("alert/guard/skipped_count", "update skipped"),
+    ("data/empty_steps", "batch without a valid token"),
+    ("opt/loss_scale_drops", "loss scale lowered"),
+)
+_WORST = ("logits/abs_max", "act/abs_max")  # a NaN or infinity in one of these is named
+_MONITOR = (
+    ("sys/monitor/dropped", "records that not every file got in full"),
+    ("sys/monitor/failed", "writes that failed"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unusual:
+    """One kind of trouble.
+
+    Attributes:
+        what: What happened.
+        steps: Where it happened, rising; empty if it has no place.
+        detail: How bad.
+    """
+
+    what: str
+    steps: tuple[int, ...] = ()
+    detail: str = ""
+
+    def __str__(self) -> str:
+        at = f" at {format_steps(self.steps)}" if self.steps else ""
+        return f"{self.what}{at}{f' ({self.detail})' if self.detail else ''}"
+
+
+def format_steps(steps: Sequence[int], most: int = 6) -> str:
+    """Steps as stretches, no more than `most` of them.
+
+    >>> format_steps([3, 7, 8, 9, 40])
+    'steps 3, 7-9, 40'
+    """
+    cuts = [i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1]
+    stretches = [steps[a:b] for a, b in zip([0, *cuts], [*cuts, len(steps)], strict=True)]
+    shown = [f"{part[0]:,}" if len(part) == 1 else f"{part[0]:,}-{part[-1]:,}" for part in stretches[:most]]
+    more = f" and {len(stretches) - most} more stretches" if len(stretches) > most else ""
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def find_unusual(run: History, plan: Plan | None = None) -> list[Unusual]:
+    """Everything unusual in a run, the most serious first; empty when nothing was.
+
+    Args:
+        run: The record, from `probes_jax.open_run`.
+        plan: Thresholds; by default those that the run was recorded with.
+    """
+    manifest = run.manifest()
+    plan = find_plan(manifest) if plan is None else plan
+    found = [*_counts(run), *_nonfinite(run), *_co_spikes(run), *_spikes(run, plan), *_monitor(run)]
+    return [*found, *_missing_steps(run), *_attempts(manifest), *_events(run)]
+
+
+def _measured(run: History, name: str) -> tuple[np.ndarray, np.ndarray]:
+    steps, values, present = read(run, name)
+    return steps[present], values[present]
+
+
+def _numbers(steps: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(step) for step in steps)
+
+
+def _counts(run: History) -> Iterator[Unusual]:
+    for name, what in _COUNTS:
+        steps, values = _measured(run, name)
+        rises = np.diff(values, prepend=0.0) > 0
+        if rises.any():
+            yield Unusual(what, _numbers(steps[rises]), f"{format_value(values[-1], 'count')} in all")
+
+
+def _nonfinite(run: History) -> Iterator[Unusual]:
+    for name in _WORST:
+        steps, values = _measured(run, name)
+        bad = ~np.isfinite(values)
+        if bad.any():
+            first = where(run, name, int(steps[bad][0]))
+            yield Unusual(f"NaN or infinity in {name}", _numbers(steps[bad]), f"first in {first}" if first else "")
+
+
+def _co_spikes(run: History) -> Iterator[Unusual]:
+    steps, values = _measured(run, "alert/co_spike")
+    if (values > 0).any():
+        yield Unusual("co-spike of loss and gradient norm", _numbers(steps[values > 0]))
+
+
+def _spikes(run: History, plan: Plan) -> Iterator[Unusual]:
+    for name, signal in DETECTORS.items():
+        steps, scores = _measured(run, f"{signal}/spike/score")
+        high = scores > plan.theta
+        if high.any():
+            worst = int(np.argmax(np.where(high, scores, -np.inf)))
+            detail = f"worst score {format_value(scores[worst], '1')} at {steps[worst]:,}, threshold {plan.theta:g}"
+            yield Unusual(f"spike of {name}", _numbers(steps[high]), detail)
+
+
+def _monitor(run: History) -> Iterator[Unusual]:
+    for name, what in _MONITOR:
+        _, values = _measured(run, name)
+        if values.size and values[-1] > 0:
+            yield Unusual(what, (), format_value(values[-1], "count"))
+    seen, reported = (_measured(run, f"sys/monitor/points_{word}")[1] for word in ("seen", "reported"))
+    if seen.size and reported.size and reported[-1] < seen[-1]:
+        counts = f"{reported[-1]:,.0f} of {seen[-1]:,.0f} reported"
+        yield Unusual("observed points that did not report", (), f"{counts}; report.coverage names them")
+
+
+def _missing_steps(run: History) -> Iterator[Unusual]:
+    """Steps without a record, between the first and the last."""
+    steps, _, _ = read(run, "loss/mean")
+    gaps = np.flatnonzero(np.diff(steps) > 1)
+    missing = [step for at in gaps[:100] for step in range(int(steps[at]) + 1, int(steps[at + 1]))]
+    if missing:
+        yield Unusual("no record", tuple(missing))
+
+
+def _attempts(manifest: dict) -> Iterator[Unusual]:
+    later = [attempt.get("first_step") for attempt in manifest.get("attempts", ())][1:]
+    begun = tuple(step for step in later if step is not None)
+    if begun:
+        yield Unusual("run continued, or steps done again", begun)
+
+
+def _events(run: History) -> Iterator[Unusual]:
+    kinds: dict[str, list[int]] = {}
+    for event in run.events():
+        kinds.setdefault(str(event["kind"]), []).append(int(event["step"]))
+    for kind, steps in kinds.items():
+        yield Unusual(kind, tuple(sorted(set(steps))))

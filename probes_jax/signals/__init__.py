@@ -1,0 +1,1 @@
+"""What values mean in a model: loss, gradients, logits."""

@@ -1,0 +1,1 @@
+"""One train step: accumulate microbatches, update, reduce over the mesh, dispatch."""

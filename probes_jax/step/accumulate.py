@@ -1,0 +1,129 @@
+"""Microbatches: gradients of sums are added and divided once, summaries merge, the state is carried through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from probes_jax.stats.summary import is_summary
+from probes_jax.step.objective import Notes, Objective, Part
+
+Key = jax.Array
+
+
+def check_batch(batch: Any, microbatches: int) -> int:
+    """Length of axis 0 of the batch.
+
+    Raises:
+        ValueError: The batch is empty, ragged, or does not divide into microbatches.
+    """
+    shapes = [tuple(jnp.shape(x)) for x in jax.tree.leaves(batch)]
+    lengths = {shape[0] for shape in shapes if shape}
+    if not lengths or 0 in lengths:
+        raise ValueError(f"batch must hold arrays with at least one example on axis 0, got shapes {shapes}")
+    if microbatches > 1:
+        if len(lengths) > 1 or any(not shape for shape in shapes):
+            raise ValueError(
+                f"microbatches={microbatches} splits axis 0 of every batch array, but the shapes are {shapes}"
+            )
+        length = next(iter(lengths))
+        if length % microbatches:
+            raise ValueError(f"batch of {length} examples does not divide into microbatches={microbatches}")
+    return max(lengths)
+
+
+def _split(batch: Any, count: int, shards: int) -> Any:
+    """`[B, ...]` to `[count, B / count, ...]`, every shard giving its part to every microbatch where it can."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        size = x.shape[0]
+        if shards > 1 and size % (shards * count) == 0:
+            parts = x.reshape(shards, count, size // (shards * count), *x.shape[1:])
+            return jnp.moveaxis(parts, 1, 0).reshape(count, size // count, *x.shape[1:])
+        return x.reshape(count, size // count, *x.shape[1:])
+
+    return jax.tree.map(leaf, batch)
+
+
+def _scaled(tree: Any, factor: jax.Array) -> Any:
+    """Floating leaves times a float32 factor, in their own dtype."""
+    return jax.tree.map(lambda x: (x.astype(jnp.float32) * factor).astype(x.dtype), tree)
+
+
+def accumulate(
+    objective: Objective,
+    params: Any,
+    merge: Callable[[Any], Any],
+    state: Any,
+    batch: Any,
+    key: Key,
+    scale: jax.Array | None,
+    microbatches: int,
+    notes: Notes,
+) -> tuple[Any, Part]:
+    """Gradient of the whole batch's mean loss, unscaled, and everything measured, merged.
+
+    Args:
+        objective: The function to differentiate.
+        params: What is trained; `merge` puts the frozen rest back.
+        merge: Trained parameters to all parameters.
+        state: The model's state, carried through the microbatches in order.
+        batch: Arrays with the examples on axis 0.
+        key: Key of this step; microbatch `k` gets `fold_in(key, k)`.
+        scale: Loss scale, or None.
+        microbatches: K; axis 0 is split into K parts.
+        notes: Filled with what tracing finds out.
+
+    Returns:
+        Gradients in the parameters' dtype, and the merged parts. Without a valid token the gradients are zero.
+    """
+    factor = jnp.float32(1.0) if scale is None else scale
+
+    def mean(p: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
+        total, weight, part = objective(merge(p), s, b, k, notes)
+        safe = jnp.where(weight > 0, weight, 1.0)
+        return jnp.where(weight > 0, total / safe, 0.0) * factor, part
+
+    def summed(p: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
+        total, _, part = objective(merge(p), s, b, k, notes)
+        return total * factor, part
+
+    if microbatches == 1:
+        (_, part), gradients = jax.value_and_grad(mean, has_aux=True)(params, state, batch, jax.random.fold_in(key, 0))
+        return gradients if scale is None else _scaled(gradients, 1.0 / scale), part
+
+    parts = _split(batch, microbatches, objective.partition.shards)
+    first = jax.tree.map(lambda x: x[0], parts)
+    differentiate = jax.value_and_grad(summed, has_aux=True)
+    shapes = jax.eval_shape(differentiate, params, state, first, key)
+    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes[1]), _nothing(shapes[0][1], state)
+
+    def body(carry: tuple[Any, Part], at: tuple[jax.Array, Any]) -> tuple[tuple[Any, Part], Any]:
+        index, microbatch = at
+        so_far, merged = carry
+        (_, part), gradients = differentiate(params, merged.state, microbatch, jax.random.fold_in(key, index))
+        added = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), so_far, gradients)
+        aux, part = part.aux, _without_aux(part)
+        return (added, merged.merge(part)), aux
+
+    (gradients, part), aux = jax.lax.scan(body, carry, (jnp.arange(microbatches, dtype=jnp.uint32), parts))
+    divide = jnp.where(part.weight > 0, 1.0 / (jnp.where(part.weight > 0, part.weight, 1.0) * factor), 0.0)
+    gradients = jax.tree.map(lambda g, p: (g * divide).astype(p.dtype), gradients, params)
+    return gradients, Part(part.weight, part.rows, part.points, part.extra, part.state, aux, part.names)
+
+
+def _without_aux(part: Part) -> Part:
+    return Part(part.weight, part.rows, part.points, part.extra, part.state, None, part.names)
+
+
+def _nothing(shape: Part, state: Any) -> Part:
+    """The part of no microbatch: merging it changes nothing."""
+
+    def identity(tree: Any) -> Any:
+        return jax.tree.map(lambda summary: summary.identity(), tree, is_leaf=is_summary)
+
+    rows, points, extra = identity(shape.rows), identity(shape.points), identity(shape.extra)
+    return Part(jnp.float32(0.0), rows, points, extra, state, None, shape.names)

@@ -1,0 +1,179 @@
+"""From a model and an optimizer to the state before the first step, every array on the devices it stays on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from probes_jax.observe.clip import find_clip
+from probes_jax.observe.frozen import frozen_leaves
+from probes_jax.observe.learning_rate import find_learning_rate
+from probes_jax.observe.names import label_params
+from probes_jax.signals.parameters import ParameterInfo
+from probes_jax.spec.plan import Plan
+from probes_jax.step.loss_scale import LossScale
+from probes_jax.step.monitor import init_monitor
+from probes_jax.step.objective import Notes, Objective
+from probes_jax.step.partition import Partition, find_mesh, find_partition
+from probes_jax.step.select import Path, Wrt, flatten, join, split_trained, unflatten
+from probes_jax.step.settings import Settings
+from probes_jax.step.update import Core
+
+
+def make_core(
+    binding: Any,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    key: jax.Array,
+    batch: Any,
+    variables: Any,
+    shardings: Any,
+    wrt: Wrt,
+    loss_scale: LossScale | None,
+) -> tuple[Core, Partition]:
+    """Initializes parameters, optimizer state and monitor state, sharded and committed."""
+    mesh = find_mesh(batch, shardings)
+    partition = find_partition(plan, batch, mesh)
+
+    def init(key: jax.Array, batch: Any, variables: Any) -> tuple[Any, Any]:
+        parts = binding.init(loss_fn, batch, key, variables)
+        return parts.params, parts.state
+
+    shapes = jax.eval_shape(init, key, batch, variables)
+    _check_params(shapes[0])
+    specs = binding.partition_specs(*shapes)
+    place = _placements(shapes, specs, shardings, mesh)
+    params, state = jax.jit(init, out_shardings=place)(key, batch, variables)
+    trained, frozen = split_trained(params, wrt)
+    opt_shapes = jax.eval_shape(tx.init, trained)
+    opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(tx, opt_shapes, trained, mesh))(trained)
+    rest = jax.device_put((jax.random.key_data(key), init_monitor(plan, loss_scale)), _everywhere(mesh))
+    return Core(trained, frozen, state, opt_state, *rest), partition
+
+
+def _check_params(params: Any) -> None:
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError("the model has no parameters: loss_fn must call the model that it is given")
+    empty = [path for path, leaf in flatten(params).items() if hasattr(leaf, "size") and leaf.size == 0]
+    if empty:
+        raise ValueError(f"parameter {'/'.join(map(str, empty[0]))} has no elements; drop it from the model")
+
+
+def _everywhere(mesh: Any) -> Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def _placements(shapes: Any, specs: Any, shardings: Any, mesh: Any) -> Any:
+    """A sharding for every leaf of (params, state)."""
+    if mesh is None:
+        if shardings is not None and not jax.tree.leaves(shardings):
+            raise ValueError(
+                "shardings was given, but no mesh was found: use NamedSharding, or enter jax.set_mesh(mesh)"
+            )
+        return jax.tree.map(lambda _: _everywhere(None), shapes)
+
+    def named(spec: Any, shape: Any) -> Sharding:
+        if isinstance(spec, Sharding):
+            return spec
+        spec = PartitionSpec() if spec is None else spec
+        known = tuple(tuple(a for a in _axes(entry) if a in mesh.shape) or None for entry in spec)
+        return NamedSharding(mesh, PartitionSpec(*known))
+
+    def is_spec(x: Any) -> bool:
+        return x is None or isinstance(x, PartitionSpec | Sharding)
+
+    params, state = shapes
+    param_specs, state_specs = specs
+    if callable(shardings):
+        param_specs = unflatten({path: shardings(path, leaf.shape) for path, leaf in flatten(params).items()})
+    elif shardings is not None:
+        param_specs = shardings
+    try:
+        placed = jax.tree.map(named, param_specs, params, is_leaf=is_spec)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"shardings does not have the structure of the parameters: {error}") from None
+    return placed, jax.tree.map(named, state_specs, state, is_leaf=is_spec)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _optimizer_placements(tx: Any, shapes: Any, params: Any, mesh: Any) -> Any:
+    """Moments lie where their parameter lies, everything else on every device."""
+    if mesh is None:
+        return jax.tree.map(lambda _: _everywhere(None), shapes)
+    where = jax.tree.map(lambda p: p.sharding, params)
+
+    def like(leaf: Any, param: Any, sharding: Sharding) -> Sharding:
+        return sharding if leaf.shape == param.shape else _everywhere(mesh)
+
+    return optax.tree_utils.tree_map_params(
+        tx, like, shapes, params, where, transform_non_params=lambda _: _everywhere(mesh)
+    )
+
+
+def describe(
+    binding: Any,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    core: Core,
+    partition: Partition,
+    batch: Any,
+    *,
+    key: jax.Array | None = None,
+    microbatches: int = 1,
+    loss_scale: LossScale | None = None,
+    donate: bool = True,
+) -> Settings:
+    """Traces the model once, abstractly, and works out what is known of each parameter."""
+    key = jax.random.key(0) if key is None else key
+    notes = Notes()
+    objective = Objective(binding, loss_fn, plan, partition, scan=True, probes=True)
+    jax.eval_shape(
+        lambda core, batch, key: objective(join(core.params, core.frozen), core.model_state, batch, key, notes),
+        core,
+        batch,
+        key,
+    )
+    frozen = frozen_leaves(tx, core.params)
+    never, leaves = flatten(frozen), flatten(core.params)
+    labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks)
+    infos = {
+        path: ParameterInfo(
+            names=labels[path][0],
+            stack_axis=labels[path][1],
+            split=partition.parameter(leaf),
+            embedding=re.search(plan.embeddings, "/".join(map(str, path))) is not None,
+            frozen=bool(never[path]),
+        )
+        for path, leaf in leaves.items()
+    }
+    clip, no_clip = find_clip(tx, core.params, frozen)
+    rate, no_rate = find_learning_rate(core.opt_state)
+    missing = {} if clip else {"grad/clip_rate": no_clip}
+    missing |= {} if rate else {"opt/learning_rate": no_rate}
+    return Settings(
+        binding=binding,
+        tx=optax.with_extra_args_support(tx),
+        loss_fn=loss_fn,
+        plan=plan,
+        partition=partition,
+        microbatches=microbatches,
+        loss_scale=loss_scale,
+        key_impl=str(jax.random.key_impl(key)),
+        infos=infos,
+        shardings=None if partition.mesh is None else jax.tree.map(lambda x: x.sharding, core),
+        donate=donate,
+        clip=clip,
+        missing=missing,
+    )
+

@@ -1,0 +1,121 @@
+"""What a loss function returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Per-token losses and what is needed to weigh and group them.
+
+    What is optimized is `sum(m * nll) / sum(m)` over all microbatches and shards, plus the scalars of `extra`
+    (averaged over microbatches, weighted by their valid tokens). `aux` is not optimized.
+
+    Attributes:
+        nll: Negative log-likelihood in nats, `[batch, length]` or `[batch]`.
+        mask: Mask or weights that broadcast to `nll`; None counts every token. Valid means weight > 0.
+        group: Integer id of the data source or modality, `[batch]` or the shape of `nll`; index of `Plan.groups`.
+        logits: Output logits `[..., classes]`. None: the model's one float output with the largest last axis.
+        extra: Optimized scalars reported apart, for example a z-loss.
+        aux: Anything else; handed back in `Report.aux`.
+    """
+
+    nll: jax.Array
+    mask: jax.Array | None = None
+    group: jax.Array | None = None
+    logits: jax.Array | None = None
+    extra: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    aux: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """A checked loss: all arrays of one shape. `weight` is None for a loss given as one scalar."""
+
+    nll: jax.Array
+    weight: jax.Array | None
+    group: jax.Array | None
+    logits: jax.Array | None
+    extra: dict[str, jax.Array]
+    aux: Any
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(jnp.shape(value))
+
+
+def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
+    """Checks and broadcasts what the loss function returned.
+
+    Raises:
+        TypeError: It is neither a `Loss` nor a float scalar.
+        ValueError: Shapes do not fit; the message names the field.
+    """
+    if not isinstance(loss, Loss):
+        if not hasattr(loss, "dtype") or _shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            found = f"{type(loss).__name__} of shape {_shape(loss)}" if hasattr(loss, "dtype") else type(loss).__name__
+            raise TypeError(
+                f"loss_fn must return pj.Loss or a float scalar, got {found}; return pj.Loss(nll=..., mask=...)"
+            )
+        return Tokens(loss, None, None, None, {}, None)
+    nll = jnp.asarray(loss.nll)
+    if nll.ndim not in (1, 2) or not jnp.issubdtype(nll.dtype, jnp.floating):
+        raise ValueError(f"Loss nll must be float [batch, length] or [batch], got {nll.dtype}{list(nll.shape)}")
+    weight = jnp.ones(nll.shape, jnp.float32) if loss.mask is None else _fit("mask", loss.mask, nll)
+    if not (
+        jnp.issubdtype(weight.dtype, jnp.floating) or jnp.issubdtype(weight.dtype, jnp.integer) or weight.dtype == bool
+    ):
+        raise ValueError(f"Loss mask must be bool, integer or float, got {weight.dtype}")
+    group = None
+    if loss.group is not None:
+        if not groups:
+            raise ValueError(
+                "Loss group is given but Plan.groups is empty; name the groups: pj.Plan(groups=('code', ...))"
+            )
+        group = _fit("group", loss.group, nll)
+        if not jnp.issubdtype(group.dtype, jnp.integer):
+            raise ValueError(f"Loss group must be integer ids into Plan.groups, got {group.dtype}")
+    extra = {}
+    for name, value in dict(loss.extra).items():
+        if not isinstance(name, str) or not name or set(name) & set("/[]{} "):
+            raise ValueError(f"Loss extra name {name!r} must be a word without '/', brackets, braces or spaces")
+        if _shape(value) != ():
+            raise ValueError(f"Loss extra[{name!r}] must be a scalar, got shape {_shape(value)}; reduce it first")
+        extra[name] = jnp.asarray(value)
+    return Tokens(nll, weight, group, loss.logits, extra, loss.aux)
+
+
+def _fit(field: str, value: Any, nll: jax.Array) -> jax.Array:
+    value = jnp.asarray(value)
+    if value.shape == nll.shape[: value.ndim] and value.ndim >= 1:  # per example: the same for its every token
+        return jnp.broadcast_to(value.reshape(value.shape + (1,) * (nll.ndim - value.ndim)), nll.shape)
+    raise ValueError(
+        f"Loss {field} has shape {list(value.shape)}, nll has {list(nll.shape)}; they must be equal, or {field} [batch]"
+    )
+
+
+def find_logits(tokens: Tokens, outputs: list[Any]) -> tuple[jax.Array | None, str]:
+    """The output logits, or None and the reason.
+
+    Without `Loss.logits`: the model's one float output with the largest last axis, if there is exactly one.
+    """
+    if tokens.logits is not None:
+        return jnp.asarray(tokens.logits), ""
+    leaves = [
+        x
+        for x in jax.tree.leaves(outputs)
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.ndim >= 1
+    ]
+    if not leaves:
+        return None, "the model returned no float array; pass Loss(logits=...)"
+    widest = max(x.shape[-1] for x in leaves)
+    found = [x for x in leaves if x.shape[-1] == widest]
+    if len(found) > 1:
+        return None, f"{len(found)} model outputs have the largest last axis ({widest}); pass Loss(logits=...)"
+    return found[0], ""

@@ -1,0 +1,148 @@
+"""Everything after the gradients: name what was measured, decide, reduce once, watch, pack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from probes_jax.detect.guard import GuardState, decide
+from probes_jax.observe.clip import clip_threshold, clipped
+from probes_jax.observe.learning_rate import learning_rate
+from probes_jax.signals.logits import name_logits
+from probes_jax.signals.loss import name_loss
+from probes_jax.signals.measured import Measured, measured
+from probes_jax.signals.parameters import measure_gradients, measure_norms, subtract
+from probes_jax.step.loss_scale import update_loss_scale
+from probes_jax.step.monitor import MonitorState
+from probes_jax.step.objective import Notes, Part
+from probes_jax.step.pack import Counters, Scalars, pack_report
+from probes_jax.step.reduce import reduce_measured
+from probes_jax.step.report import Coverage, Report
+from probes_jax.step.select import flatten
+from probes_jax.step.settings import Settings
+from probes_jax.step.update import Core
+from probes_jax.step.watch import Values, is_co_spike, read_values, score, watch
+
+_DECISIVE = ("loss/mean", "grad/{stat}", "grad_frozen/{stat}")  # what must be known before the update
+
+
+def measure_before(settings: Settings, program: str, part: Part, gradients: Any) -> list[Measured]:
+    """What is known before the update: loss, logits, activations, gradients."""
+    items = name_loss(part.rows, settings.plan.groups)
+    items += [measured(f"loss/extra/{name}", rows) for name, rows in part.extra.items()]
+    items += name_logits(part.rows) if "logits" in part.rows else []
+    items += [
+        measured(point.labels(rows.stack_shape()), rows) for point, rows in zip(part.names, part.points, strict=True)
+    ]
+    return items + measure_gradients(flatten(gradients), settings.infos, layers=program == "full")
+
+
+def decide_early(
+    settings: Settings, program: str, monitor: MonitorState, items: list[Measured]
+) -> tuple[jax.Array | None, GuardState | None]:
+    """Whether to skip the update, where a guard wants to know: one early psum of a few sums. Else (None, None)."""
+    if settings.guard is None and not settings.plan.skip_empty:
+        return None, None
+    decisive = [item for item in items if item.entry.key in _DECISIVE]
+    return _decide(
+        settings, monitor, read_values(reduce_measured(decisive, program, settings.partition.mesh, maxima=False))
+    )
+
+
+def _decide(settings: Settings, monitor: MonitorState, values: Values) -> tuple[jax.Array, GuardState]:
+    """From merged values, so the same decision on every device and process."""
+    guard, co_spike = settings.guard, jnp.bool_(False)
+    if guard is not None and guard.co_spike:
+        co_spike = is_co_spike(score(monitor.window, settings.plan, values, None)[1], settings.plan.theta)
+    return decide(
+        guard,
+        monitor.guard,
+        finite=values.finite,
+        co_spike=co_spike,
+        empty=~values.has_loss,
+        skip_empty=settings.plan.skip_empty,
+    )
+
+
+def finish(
+    settings: Settings,
+    program: str,
+    step: jax.Array,
+    before: Core,
+    after: Core,
+    part: Part,
+    items: list[Measured],
+    notes: Notes,
+    skip: jax.Array | None,
+    guard: GuardState | None,
+) -> tuple[MonitorState, Report]:
+    """Measures the update, reduces everything once, runs the detectors and packs the report.
+
+    Args:
+        settings: What does not change.
+        program: `light` or `full`.
+        step: Number of this step.
+        before: State before the update.
+        after: State after it.
+        part: What the forward pass left behind, merged over microbatches.
+        items: From `measure_before`.
+        notes: What tracing found out.
+        skip: Whether the update was skipped, or None without a guard.
+        guard: Guard counters after the decision, or None to take it from the merged values.
+
+    Returns:
+        New monitor state and the report.
+    """
+    layers, mesh = program == "full", settings.partition.mesh
+    old, new = flatten(before.params), flatten(after.params)
+    items = items + measure_norms("param", old, settings.infos, layers=layers)
+    items += measure_norms("update", subtract(new, old), settings.infos, layers=layers)
+    reduced = reduce_measured(items, program, mesh)
+    values = read_values(reduced)
+    if guard is None:
+        _, guard = _decide(settings, before.monitor, values)
+    clip = _was_clipped(settings, before.opt_state, values)
+    monitor, scalars, counters = watch(before.monitor, guard, settings.plan, reduced, values, clip)
+    monitor = _watch_loss_scale(settings, monitor, values, scalars, counters)
+    _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
+    scalars["alert/guard/skipped"] = (jnp.float32(0.0) if skip is None else skip.astype(jnp.float32), True)
+    coverage = _coverage(notes, part)
+    if layers:
+        scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)
+        scalars["sys/monitor/points_reported"] = (jnp.float32(len(coverage.reported)), True)
+    buffer, layout = pack_report(reduced, scalars, counters, step)
+    if mesh is not None:
+        buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
+    return monitor, Report(buffer, layout, coverage, part.aux)
+
+
+def _was_clipped(settings: Settings, opt_state: Any, values: Values) -> jax.Array | None:
+    if settings.clip is None:
+        return None
+    norm = values.all_gradient_norm if settings.clip.counts_frozen else values.gradient_norm
+    return clipped(settings.clip, opt_state, norm)
+
+
+def _watch_loss_scale(
+    settings: Settings, monitor: MonitorState, values: Values, scalars: Scalars, counters: Counters
+) -> MonitorState:
+    if settings.loss_scale is None:
+        return monitor
+    scalars["opt/loss_scale"] = (monitor.loss_scale.scale, True)
+    after = update_loss_scale(settings.loss_scale, monitor.loss_scale, values.finite)
+    counters["opt/loss_scale_drops"] = after.drops
+    return monitor._replace(loss_scale=after)
+
+
+def _watch_optimizer(settings: Settings, before: Any, after: Any, skip: jax.Array | None, scalars: Scalars) -> None:
+    rate = learning_rate(before, after)
+    if rate is not None:  # a skipped update used no rate
+        scalars["opt/learning_rate"] = (rate.value, rate.fresh if skip is None else rate.fresh & ~skip)
+    if settings.clip is not None:
+        scalars["grad/clip_threshold"] = (clip_threshold(settings.clip, before), True)
+
+
+def _coverage(notes: Notes, part: Part) -> Coverage:
+    return Coverage(tuple(map(str, notes.seen)), tuple(map(str, part.names)), tuple(sorted(notes.missing.items())))

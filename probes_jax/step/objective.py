@@ -1,0 +1,147 @@
+"""One microbatch: call the loss function, weigh its tokens, and keep what was measured as partial rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from probes_jax.observe.point import Point
+from probes_jax.observe.rngs import Rngs
+from probes_jax.signals.logits import measure_logits
+from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
+from probes_jax.spec.plan import Plan
+from probes_jax.stats.moments import summarize_moments
+from probes_jax.stats.summary import Summary
+from probes_jax.step.loss import Tokens, check_loss, find_logits
+from probes_jax.step.partition import Partition
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight", "rows", "points", "extra", "state", "aux"),
+    meta_fields=("names",),
+)
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one microbatch leaves behind beside its gradient.
+
+    Attributes:
+        weight: Sum of the token weights, float32 scalar; 1 for a loss given as one scalar.
+        rows: Loss and logit summaries by name.
+        points: Activation summaries, in forward order.
+        extra: Summaries of the optimized scalars by name.
+        state: The model's new state.
+        aux: `Loss.aux`.
+        names: The point behind each of `points` (static).
+    """
+
+    weight: jax.Array
+    rows: dict[str, Summary]
+    points: tuple[Summary, ...]
+    extra: dict[str, Summary]
+    state: Any
+    aux: Any
+    names: tuple[Point, ...]
+
+    def merge(self, later: Part) -> Part:
+        """Both parts together; the state is the later one's."""
+
+        def both(mine: dict[str, Summary], theirs: dict[str, Summary]) -> dict[str, Summary]:
+            return {key: value.merge(theirs[key]) for key, value in mine.items()}
+
+        return Part(
+            self.weight + later.weight,
+            both(self.rows, later.rows),
+            tuple(mine.merge(theirs) for mine, theirs in zip(self.points, later.points)),
+            both(self.extra, later.extra),
+            later.state,
+            later.aux,
+            self.names,
+        )
+
+
+@dataclasses.dataclass
+class Notes:
+    """What tracing found out about the model; the same on every trace of one program."""
+
+    seen: tuple[Point, ...] = ()
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    stacks: dict[tuple[str, ...], tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The function that is differentiated.
+
+    Attributes:
+        binding: The wrapped model.
+        loss_fn: The user's loss function.
+        plan: What is measured.
+        partition: What is known of the mesh.
+        scan: Observe activations (the full program).
+        probes: Measure anything at all; off gives the plain loss.
+    """
+
+    binding: Any
+    loss_fn: Callable[..., Any]
+    plan: Plan
+    partition: Partition
+    scan: bool
+    probes: bool
+
+    def __call__(
+        self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes
+    ) -> tuple[jax.Array, jax.Array, Part]:
+        """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
+        size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=self._measure(size) if self.scan else None)
+        tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
+        captured = bound.finish()
+        notes.seen = captured.seen
+        notes.stacks = dict(captured.stacks)
+        notes.missing.update({str(point): why for point, why in captured.missing.items()})
+        total, weight = self._sums(tokens)
+        rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
+        return (
+            total,
+            weight,
+            Part(
+                weight, rows, tuple(captured.points.values()), extra, captured.state, tokens.aux, tuple(captured.points)
+            ),
+        )
+
+    def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
+        return lambda x: summarize_moments(x, self.partition.activation(x.shape, batch))
+
+    def _sums(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        """sum(m * nll) + sum(m) * sum(extra), and sum(m); the second is a constant to the gradient."""
+        if tokens.weight is None:
+            return tokens.nll.astype(jnp.float32), jnp.float32(1.0)
+        losses, weights = weighted_sums(tokens.nll, tokens.weight)
+        weight = jax.lax.stop_gradient(jnp.sum(weights))
+        total = jnp.sum(losses)
+        for value in tokens.extra.values():
+            total = total + jnp.where(weight > 0, value.astype(jnp.float32) * weight, 0.0)
+        return total, weight
+
+    def _rows(
+        self, tokens: Tokens, weight: jax.Array, outputs: list[Any], notes: Notes
+    ) -> tuple[dict[str, Summary], dict[str, Summary]]:
+        split = self.partition.tokens(tokens.nll.shape)
+        if tokens.weight is None:
+            rows = measure_scalar_loss(tokens.nll)
+        else:
+            rows = measure_loss(tokens.nll, tokens.weight, tokens.group, self.plan.groups, split)
+        logits, reason = find_logits(tokens, outputs)
+        if logits is None:
+            notes.missing["logits"] = reason
+        else:
+            fits = tokens.weight is not None and logits.shape[:-1] == tokens.nll.shape
+            leading = self.partition.activation(logits.shape, tokens.nll.shape[0] if tokens.nll.ndim else -1)
+            rows |= measure_logits(logits, tokens.weight if fits else None, leading)
+        return rows, {name: measure_extra(value, weight) for name, value in tokens.extra.items()}

@@ -1,0 +1,109 @@
+"""What is known of the mesh: which axes shard tokens, and how each parameter is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from probes_jax.spec.plan import Plan
+from probes_jax.stats.partial import WHOLE, Split
+
+Spec = tuple[tuple[str, ...], ...]
+
+
+def spec_dims(spec: Any) -> Spec:
+    """PartitionSpec to one tuple of mesh axes per dimension."""
+    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
+
+
+def find_mesh(*trees: Any) -> Mesh | None:
+    """The mesh of the first array or sharding in the trees that has one with more than one device.
+
+    Raises:
+        ValueError: Two different meshes are in use.
+    """
+    found: list[Mesh] = []
+    for leaf in jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, NamedSharding)):
+        sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            found.append(sharding.mesh)
+    current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    if isinstance(current, Mesh) and not current.empty:
+        found.append(current)
+    meshes = list(dict.fromkeys(mesh for mesh in found if mesh.size > 1))
+    if len(meshes) > 1:
+        raise ValueError(f"batch and shardings use different meshes ({meshes[0]}, {meshes[1]}); use one mesh for both")
+    return meshes[0] if meshes else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The mesh and the guess of how activations lie on it.
+
+    Attributes:
+        mesh: None on one device.
+        token_axes: For each leading dimension of a token array, the mesh axes that shard it.
+        feature_axes: Mesh axes that shard the last axis of activations.
+    """
+
+    mesh: Mesh | None = None
+    token_axes: Spec = ()
+    feature_axes: tuple[str, ...] = ()
+
+    @property
+    def shards(self) -> int:
+        """Number of token shards."""
+        return math.prod(self.mesh.shape[axis] for group in self.token_axes for axis in group) if self.mesh else 1
+
+    def _split(self, dims: Spec) -> Split:
+        return WHOLE if self.mesh is None else Split.of(dims, self.mesh.shape)
+
+    def tokens(self, shape: tuple[int, ...]) -> Split:
+        """Split of a token array `[batch, ...]`."""
+        return self._split(self.token_axes[: len(shape)])
+
+    def activation(self, shape: tuple[int, ...], batch: int) -> Split:
+        """Split of an activation. Only an array whose first axis is the batch is taken to be sharded by tokens."""
+        if self.mesh is None or not shape or shape[0] != batch:
+            return WHOLE
+        dims = list(self.token_axes[: len(shape)])
+        if self.feature_axes and len(shape) > max(len(dims), 1):
+            dims += [()] * (len(shape) - len(dims) - 1) + [self.feature_axes]
+        return self._split(tuple(dims))
+
+    def parameter(self, array: Any) -> Split:
+        """Split of a parameter, from its own sharding."""
+        sharding = getattr(array, "sharding", None)
+        if self.mesh is None or not isinstance(sharding, NamedSharding):
+            return WHOLE
+        return self._split(spec_dims(sharding.spec))
+
+
+def find_partition(plan: Plan, batch: Any, mesh: Mesh | None) -> Partition:
+    """Which mesh axes shard tokens: the plan's word, else the sharding of the example batch.
+
+    Raises:
+        ValueError: The plan names an axis that the mesh does not have.
+    """
+    if mesh is None:
+        if plan.token_axes:
+            raise ValueError(
+                f"Plan token_axes={plan.token_axes}, but no mesh was found: shard the example batch, or pass shardings="
+            )
+        return Partition()
+    for axis in (*(plan.token_axes or ()), *plan.feature_axes):
+        if axis not in mesh.shape:
+            raise ValueError(f"Plan names the mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
+    if plan.token_axes is not None:
+        return Partition(mesh, (plan.token_axes,), plan.feature_axes)
+    specs = [
+        spec_dims(leaf.sharding.spec)
+        for leaf in jax.tree.leaves(batch)
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding) and leaf.ndim
+    ]
+    token_axes = max(specs, key=lambda dims: sum(len(group) for group in dims), default=())[:2]
+    return Partition(mesh, token_axes, plan.feature_axes)

@@ -1,0 +1,70 @@
+"""What leaves a monitored step: one packed buffer, its layout, and what could not be measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from probes_jax.spec.layout import Layout
+from probes_jax.spec.readings import Readings, decoder_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """Which observed points reported, and why the others did not.
+
+    Attributes:
+        seen: Points that the trace of the step came across.
+        reported: Points whose statistics came back.
+        missing: (point or metric, reason and the line that mends it).
+    """
+
+    seen: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.reported)} of {len(self.seen)} observed points reported"]
+        return "\n".join(lines + [f"  missing {name}: {reason}" for name, reason in self.missing])
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("buffer", "aux"), meta_fields=("layout", "coverage"))
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything measured in one step, or in `T` steps of an outer `lax.scan`.
+
+    Attributes:
+        buffer: uint32 `[layout.size]`, or `[T, layout.size]`.
+        aux: `Loss.aux` as the loss function returned it; with microbatches stacked `[K, ...]`.
+        layout: Names and offsets (static).
+        coverage: What could and could not be measured (static).
+    """
+
+    buffer: jax.Array
+    layout: Layout
+    coverage: Coverage = Coverage()
+    aux: Any = None
+
+    def readings(self) -> list[Readings]:
+        """All metrics, one `Readings` per step that ran. Waits for the device."""
+        if not self.layout.entries:
+            return []
+        rows = np.asarray(self.buffer).reshape(-1, self.layout.size)
+        decoder = decoder_of(self.layout)
+        return [found for row in rows if (found := decoder.decode(row)) is not None]
+
+    def scalars(self) -> dict[str, Any]:
+        """Measured metrics by name, for a notebook; absent ones are left out. Waits for the device.
+
+        A stacked report gives lists, one value per step; a step without that metric gives None.
+        """
+        steps = self.readings()
+        if np.ndim(self.buffer) == 1:
+            return steps[0].scalars() if steps else {}
+        dicts = [reading.scalars() for reading in steps]
+        names = dict.fromkeys(name for found in dicts for name in found)
+        return {name: [found.get(name) for found in dicts] for name in names}

@@ -1,0 +1,79 @@
+"""A checkpoint of an older version or another plan, read into today's state."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+
+from probes_jax.step.state import TrainState
+
+_log = logging.getLogger("probes_jax")
+_ABSENT = object()
+
+
+def restore_state(state: TrainState, tree: Any) -> TrainState:
+    """Fills `state` with what a checkpoint holds.
+
+    A checkpoint of the same version and plan needs no help: orbax restores it with `state` as the target. This is for
+    the others: pass what orbax returns without a target (nested dicts and lists). Monitoring that the checkpoint does
+    not hold, or holds in another shape, starts from its defaults, said once in the log.
+
+    Args:
+        state: A fresh state from `TrainState.create`, which says structure, dtypes and shardings.
+        tree: Nested dicts, lists and arrays with the same names.
+
+    Returns:
+        The state to go on with.
+
+    Raises:
+        ValueError: A parameter, the optimizer state or the model state is missing or has another shape.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    fresh = []
+    out = []
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found = _find(tree, path)
+        value = _ABSENT if found is _ABSENT else _convert(found, leaf)
+        if value is _ABSENT:
+            if not name.startswith("monitor"):
+                came = "nothing" if found is _ABSENT else f"shape {np.shape(found)}"
+                raise ValueError(f"checkpoint holds {came} for {name}, the state needs shape {np.shape(leaf)}")
+            fresh.append(name)
+            value = leaf
+        out.append(value)
+    if fresh:
+        _log.warning("checkpoint lacks %d monitoring values, which start anew: %s", len(fresh), ", ".join(fresh))
+    return jax.tree.unflatten(structure, out)
+
+
+def _find(tree: Any, path: tuple[Any, ...]) -> Any:
+    node = tree
+    for key in path:
+        name = getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
+        if isinstance(node, dict):
+            node = next((node[n] for n in (name, str(name)) if n in node), _ABSENT)
+        elif isinstance(node, list | tuple) and isinstance(name, int) and name < len(node):
+            node = node[name]
+        else:
+            node = getattr(node, str(name), _ABSENT)
+        if node is _ABSENT or node is None:
+            return _ABSENT
+    return node
+
+
+def _convert(found: Any, leaf: Any) -> Any:
+    """The found value as an array like `leaf`, or absent when it does not fit."""
+    if isinstance(found, dict | list | tuple):
+        return _ABSENT
+    if np.shape(found) == () and np.shape(leaf) == (2,) and leaf.dtype == np.uint32:
+        total = int(found)  # an older 32- or 64-bit counter
+        found = np.array([total & 0xFFFFFFFF, total >> 32], np.uint32)
+    if np.shape(found) != np.shape(leaf):
+        return _ABSENT
+    if isinstance(leaf, np.ndarray):
+        return np.asarray(found).astype(leaf.dtype)
+    return jax.device_put(jax.numpy.asarray(found, leaf.dtype), leaf.sharding)

@@ -1,0 +1,71 @@
+"""What is trained: `wrt` splits the parameters, and puts them together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+Path = tuple[str, ...]
+Wrt = str | Callable[[Path, Any], bool] | None
+
+
+def flatten(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
+    """Nested dicts to leaves by path."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {path: leaf for key, value in tree.items() for path, leaf in flatten(value, (*prefix, key)).items()}
+
+
+def unflatten(leaves: dict[Path, Any]) -> dict[Any, Any]:
+    """Leaves by path to nested dicts."""
+    tree: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def split_trained(params: dict[Any, Any], wrt: Wrt) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Trained and frozen parameters, two nested dicts without a leaf in common.
+
+    Args:
+        params: Nested dict of arrays.
+        wrt: None trains every floating-point parameter. A regular expression is searched in `a/b/kernel`; a function
+            gets the path (tuple of keys) and the array.
+
+    Raises:
+        ValueError: Nothing would be trained.
+    """
+    leaves = flatten(params)
+    if isinstance(wrt, str):
+        pattern = re.compile(wrt)
+
+        def chosen(path: Path, leaf: Any) -> bool:
+            return pattern.search("/".join(map(str, path))) is not None
+
+    elif wrt is None:
+
+        def chosen(path: Path, leaf: Any) -> bool:
+            return True
+
+    elif callable(wrt):
+        chosen = wrt
+    else:
+        raise TypeError(f"wrt must be a regular expression or a function of (path, array), got {type(wrt).__name__}")
+    trained = {p: x for p, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating) and chosen(p, x)}
+    if not trained:
+        known = ", ".join("/".join(map(str, path)) for path in list(leaves)[:5])
+        raise ValueError(
+            f"wrt={wrt!r} selects no floating-point parameter; there are {len(leaves)}, the first: {known}"
+        )
+    return unflatten(trained), unflatten({path: leaf for path, leaf in leaves.items() if path not in trained})
+
+
+def join(trained: dict[Any, Any], frozen: dict[Any, Any]) -> dict[Any, Any]:
+    """All parameters again."""
+    return unflatten({**flatten(frozen), **flatten(trained)}) if frozen else trained

@@ -1,0 +1,123 @@
+"""The train state: made once, then replaced step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from probes_jax.observe.wrap import wrap
+from probes_jax.spec.plan import Plan
+from probes_jax.step.create import describe, make_core
+from probes_jax.step.loss_scale import as_loss_scale
+from probes_jax.step.monitor import MonitorState
+from probes_jax.step.select import Wrt, join
+from probes_jax.step.settings import Settings
+from probes_jax.step.update import Core
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "params", "frozen", "model_state", "opt_state", "key", "monitor"),
+    meta_fields=("settings",),
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that training needs, as one pytree: save and restore it with orbax like any other.
+
+    Attributes:
+        step: Steps attempted so far. A 0-d NumPy array, so that the host knows it without asking the device.
+        params: Trained parameters, nested dict.
+        frozen: Parameters that `wrt` leaves out, nested dict.
+        model_state: Everything else that the model carries (batch statistics, nnx state).
+        opt_state: State of the optimizer.
+        key: Raw data of the random key; a step uses `fold_in(key, step)`.
+        monitor: Detector windows, counters, loss scale, cumulative tokens.
+        settings: Static: model, optimizer, plan, compiled programs.
+    """
+
+    step: Any
+    params: Any
+    frozen: Any
+    model_state: Any
+    opt_state: Any
+    key: jax.Array
+    monitor: MonitorState
+    settings: Settings
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        model: Any,
+        tx: Any,
+        loss_fn: Any,
+        batch: Any,
+        rngs: Any = 0,
+        plan: Plan | None = None,
+        variables: Any = None,
+        shardings: Any = None,
+        wrt: Wrt = None,
+        microbatches: int = 1,
+        loss_scale: Any = None,
+        donate: bool = True,
+    ) -> TrainState:
+        """Makes the state before the first step.
+
+        Args:
+            model: What `pj.wrap` returned, or a linen or nnx module.
+            tx: Optimizer; `pj.chain` names its stages, so that learning rate and clip threshold are known.
+            loss_fn: `loss_fn(model, batch, rngs)` returning `pj.Loss` or a float scalar.
+            batch: An example batch: its shapes, dtypes and shardings are what the step will be called with.
+            rngs: A `jax.random.key`, or an integer seed.
+            plan: What is measured; `pj.Plan()` by default.
+            variables: Pretrained parameters: linen variables, or nnx state. None initializes them.
+            shardings: Tree of shardings for the parameters, or a rule `(path, shape) -> PartitionSpec | None`.
+                None: the model's own partition metadata. Parameters are initialized inside jit with them.
+            wrt: What is trained: a regular expression on `a/b/kernel`, or a function of (path, array).
+            microbatches: Splits axis 0 of the batch; gradients are added up before one update.
+            loss_scale: A number (static), `"dynamic"`, or `pj.LossScale(...)`.
+            donate: Let the step reuse the old state's memory. The old state is then gone after a step.
+
+        Raises:
+            TypeError, ValueError: An argument does not fit; the message names it and says what to do.
+        """
+        plan = Plan() if plan is None else plan
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be a pj.Plan, got {type(plan).__name__}")
+        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+            raise ValueError(f"microbatches must be an integer of at least 1, got {microbatches!r}")
+        scale = as_loss_scale(loss_scale)
+        key = jax.random.key(rngs) if isinstance(rngs, int) else rngs
+        binding = wrap(model)
+        core, partition = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale)
+        settings = describe(
+            binding,
+            tx,
+            loss_fn,
+            plan,
+            core,
+            partition,
+            batch,
+            key=key,
+            microbatches=microbatches,
+            loss_scale=scale,
+            donate=donate,
+        )
+        return cls.from_core(np.array(0, np.int32), core, settings)
+
+    @classmethod
+    def from_core(cls, step: Any, core: Core, settings: Settings) -> TrainState:
+        return cls(step, *core, settings=settings)
+
+    @property
+    def core(self) -> Core:
+        """The device part."""
+        return Core(self.params, self.frozen, self.model_state, self.opt_state, self.key, self.monitor)
+
+    def module(self) -> Any:
+        """The model with the current weights: a fresh nnx module, or linen variables for `module.apply`."""
+        return self.settings.binding.module(join(self.params, self.frozen), self.model_state)

@@ -1,0 +1,90 @@
+"""The call in the user's loop: picks the program by the step's number and runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from probes_jax.step.pack import widen
+from probes_jax.step.program import step_program
+from probes_jax.step.report import Report
+from probes_jax.step.settings import Settings
+from probes_jax.step.state import TrainState
+
+
+def enabled() -> bool:
+    """False when the environment says PROBES_JAX=off: every call is then a plain train step."""
+    return os.environ.get("PROBES_JAX", "on").lower() not in ("off", "0", "false", "no")
+
+
+def program_of(settings: Settings, step: int) -> str:
+    """Which program a step runs: decided by its number alone, so the same on every process and after a resume."""
+    if not enabled():
+        return "off"
+    return "full" if step % settings.plan.scan_every == 0 else "light"
+
+
+def compiled(settings: Settings, program: str) -> Any:
+    """The jitted program, made on first use."""
+    if program not in settings.programs:
+
+        def run(step: Any, core: Any, batch: Any) -> Any:
+            return step_program(settings, program, step, core, batch)
+
+        run.__name__ = f"monitored_train_step_{program}"
+        settings.programs[program] = jax.jit(
+            run,
+            donate_argnums=(1,) if settings.donate else (),
+            out_shardings=None if settings.shardings is None else (settings.shardings, None),
+        )
+    return settings.programs[program]
+
+
+def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Report]:
+    """One train step with its probes.
+
+    In a Python loop this picks the `light` or the `full` program by the step's number and returns at once. Inside the
+    caller's own `jax.jit` or `jax.lax.scan` the choice becomes a `lax.cond`, and reports come in one layout; reports
+    stacked by a scan are ordinary input to `Recorder.record`.
+
+    Args:
+        state: From `TrainState.create`, or the previous step. Its buffers are donated unless `donate=False`.
+        batch: Arrays with the examples on axis 0.
+
+    Returns:
+        The state after the step, and the report.
+
+    Raises:
+        ValueError: The batch is empty, ragged, or does not divide into the microbatches.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
+    if isinstance(state.step, jax.core.Tracer):
+        return _traced(state, batch)
+    step = int(state.step)
+    core, report = compiled(state.settings, program_of(state.settings, step))(np.int32(step), state.core, batch)
+    return TrainState.from_core(np.array(step + 1, np.int32), core, state.settings), report
+
+
+def _traced(state: TrainState, batch: Any) -> tuple[TrainState, Report]:
+    settings, step = state.settings, state.step
+    if not enabled():
+        core, report = step_program(settings, "off", step, state.core, batch)
+        return TrainState.from_core(step + 1, core, settings), report
+    _, shape = jax.eval_shape(lambda s, c, b: step_program(settings, "full", s, c, b), step, state.core, batch)
+
+    def full(core: Any) -> Any:
+        core, report = step_program(settings, "full", step, core, batch)
+        return core, report.buffer, report.aux
+
+    def light(core: Any) -> Any:
+        core, report = step_program(settings, "light", step, core, batch)
+        return core, widen(report.buffer, report.layout, shape.layout), report.aux
+
+    scan = step % settings.plan.scan_every == 0
+    core, buffer, aux = jax.lax.cond(scan, full, light, state.core)
+    return TrainState.from_core(step + 1, core, settings), dataclasses.replace(shape, buffer=buffer, aux=aux)

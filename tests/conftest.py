@@ -1,0 +1,22 @@
+"""Eight CPU devices for every test, no accidental use of another backend, and a plain word where TensorFlow lacks."""
+
+import importlib.util
+import os
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+_FLAG = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("tensorflow") is not None:
+        return
+    for item in items:
+        if item.get_closest_marker("tensorflow"):
+            item.add_marker(
+                pytest.mark.skip(reason="TensorFlow is not installed: pip install 'probes_jax[tensorflow]'")
+            )

@@ -1,0 +1,172 @@
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from probes_jax.host.backlog import STOP, Backlog, Pending, Ticket
+from probes_jax.host.priority import priority_of, shed
+from probes_jax.host.queue import OBJECT_COST, ReadingsQueue, cost_of
+from probes_jax.spec.metric import Priority
+from probes_jax.spec.readings import Readings
+
+P0_NAMES = ("loss/mean", "grad/norm")
+FULL_NAMES = (*P0_NAMES, *(f"act/block[{i}]/rms" for i in range(20)))
+
+
+def _readings(step, names=FULL_NAMES):
+    return Readings(step, "full", names, np.arange(len(names)) + float(step), np.ones(len(names), bool))
+
+
+def _drain(queue):
+    out = []
+    while (readings := queue.get(0)) is not None:
+        out.append(readings)
+    return out
+
+
+def test_priorities_come_from_the_registry_and_unknown_names_are_p1():
+    assert priority_of("loss/mean") == Priority.P0
+    assert priority_of("act/block[3]/mlp/rms") == Priority.P1
+    assert priority_of("nobody/knows/this") == Priority.P1
+
+
+def test_shed_keeps_values_presence_and_labels_of_what_stays():
+    names = ("act/x/rms", "loss/worst_shard", "grad/norm")
+    whole = Readings(
+        7, "full", names, np.array([1.0, np.nan, 3.0]), np.array([True, True, False]),
+        {"loss/worst_shard": "loss/shard[2]", "act/x/rms": "no P0"}, 12.5,
+    )  # fmt: skip
+    less = shed(whole, Priority.P0)
+    assert less.names == ("loss/worst_shard", "grad/norm")
+    assert np.isnan(less.values[0]) and less.present.tolist() == [True, False]
+    assert less.which == {"loss/worst_shard": "loss/shard[2]"} and (less.step, less.wall_time) == (7, 12.5)
+    assert shed(whole, Priority.P0).names is less.names, "one tuple per layout, so that sinks can cache on it"
+    assert shed(less, Priority.P0) is less
+
+
+def test_p2_goes_before_p1_and_p1_before_p0(monkeypatch):
+    def priority(name):
+        return {"loss": Priority.P0, "act": Priority.P1, "deep": Priority.P2}[name.split("/")[0]]
+
+    monkeypatch.setattr("probes_jax.host.priority.priority_of", priority)
+    names = ("loss/mean", *(f"act/{i}" for i in range(40)), *(f"deep/{i}" for i in range(40)))
+    queue = ReadingsQueue(6 * (len(names) + OBJECT_COST))
+    sizes = []
+    for step in range(60):
+        queue.put(_readings(step, names))
+        sizes.append([len(r.names) for r, _ in queue._items])
+    for row in sizes:
+        assert row == sorted(row), "the older, the less"
+    assert {size for row in sizes for size in row} == {1, 41, 81}
+    for before, after in itertools.pairwise(sizes):
+        if after.count(1) > before.count(1):
+            assert 81 not in after[:-1], "P1 goes only when no P2 is left"
+    first_drop = next(i for i, row in enumerate(sizes) if len(row) <= i)
+    assert set(sizes[first_drop][:-1]) == {1}, "a reading goes only when P0 is all that is left"
+    assert queue.dropped + len(queue) == 60
+
+
+def test_full_queue_degrades_the_oldest_to_p0_and_keeps_the_newest_whole():
+    capacity = 10 * (len(FULL_NAMES) + OBJECT_COST)
+    queue = ReadingsQueue(capacity)
+    for step in range(12):
+        queue.put(_readings(step))
+    found = _drain(queue)
+    assert [r.step for r in found] == list(range(12)), "P0 of every step is still there"
+    assert found[0].names == P0_NAMES and found[-1].names is FULL_NAMES
+    assert found[0].values.tolist() == [0.0, 1.0]
+    assert queue.thinned == sum(r.names == P0_NAMES for r in found) > 0 and queue.dropped == 0
+
+
+def test_memory_is_bounded_whatever_is_put_and_every_loss_is_counted():
+    queue = ReadingsQueue(2000)
+    for step in range(5000):
+        queue.put(_readings(step))
+        assert sum(cost_of(r) for r, _ in queue._items) == queue._cost <= 2000
+    found = _drain(queue)
+    assert len(found) + queue.dropped == queue.added == 5000
+    assert queue.thinned == sum(len(r.names) < len(FULL_NAMES) for r in found)
+    assert [r.step for r in found] == list(range(5000 - len(found), 5000)), "the newest stay"
+
+
+def test_a_reading_larger_than_the_queue_is_kept_while_it_is_the_newest():
+    queue = ReadingsQueue(4)
+    queue.put(_readings(0))
+    queue.put(_readings(1))
+    assert [r.step for r in _drain(queue)] == [1]
+
+
+def test_shedding_is_linear_in_the_number_of_readings():
+    queue = ReadingsQueue(100_000)
+    start = time.perf_counter()
+    for step in range(20_000):
+        queue.put(_readings(step, P0_NAMES))
+    assert time.perf_counter() - start < 20  # one pass per put would take minutes
+
+
+def test_get_waits_for_a_reading_and_wake_ends_the_wait():
+    queue = ReadingsQueue(100)
+    threading.Timer(0.05, lambda: queue.put(_readings(1))).start()
+    assert queue.get(30).step == 1
+    threading.Timer(0.05, queue.wake).start()
+    assert queue.get(30) is None
+    queue.wake()  # before the wait: not lost
+    start = time.monotonic()
+    assert queue.get(30) is None
+    queue.wake()
+    queue.pause(30)
+    assert time.monotonic() - start < 20
+
+
+def test_capacity_is_checked():
+    with pytest.raises(ValueError, match="capacity"):
+        ReadingsQueue(0)
+    with pytest.raises(ValueError, match="queue_size"):
+        Backlog(0, 1)
+
+
+def _pending(number, nbytes=8):
+    return Pending(np.zeros(2, np.uint32), None, None, 0.0, number, nbytes)
+
+
+def test_backlog_loses_the_oldest_and_says_so():
+    backlog, lost = Backlog(3, 1000), []
+    backlog.on_lost = lambda: lost.append(1)
+    for number in range(5):
+        backlog.put(_pending(number))
+    assert [backlog.get().number for _ in range(3)] == [2, 3, 4]
+    assert backlog.lost == len(lost) == 2 and backlog.pressure == 0
+
+
+def test_backlog_is_bounded_in_bytes_too():
+    backlog = Backlog(1000, 100)
+    for number in range(50):
+        backlog.put(_pending(number, nbytes=30))
+        assert backlog._bytes_in - backlog._bytes_out <= 100
+    assert backlog.waiting == 3 and backlog.lost == 47
+    assert backlog.pressure == pytest.approx(0.9)
+    backlog.put(_pending(99, nbytes=500))  # larger than all: alone
+    assert backlog.waiting == 1
+
+
+def test_backlog_never_loses_a_message():
+    backlog = Backlog(2, 1000)
+    ticket = Ticket()
+    backlog.send(ticket)
+    for number in range(4):
+        backlog.put(_pending(number))
+    backlog.send(STOP)
+    items = [backlog.get() for _ in range(backlog.waiting)]
+    assert ticket in items and items[-1] is STOP
+
+
+def test_a_ticket_is_done_when_all_have_answered():
+    ticket = Ticket()
+    assert not ticket.done
+    ticket.expect({"a", "b"})
+    ticket.answer("a", ok=True)
+    assert not ticket.done
+    ticket.answer("b", ok=False)
+    assert ticket.done and ticket.failed == {"b"}

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+
+from probes_jax.present.first_screen import first_screen, format_value
+from probes_jax.present.state import State, since, states
+from probes_jax.present.table import signals_table
+from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.metric import Priority
+from probes_jax.spec.plan import Plan
+
+from .record import FakeRun
+
+
+def _row(run, name):
+    return next(signal for signal in first_screen(run) if signal.name == name)
+
+
+def test_every_signal_has_a_row_in_the_order_of_the_registry():
+    run = FakeRun({"loss/group/code/mean": [1.0], "loss/group/law/mean": [2.0], "loss/mean": [3.0]})
+    shown = [signal.name for signal in first_screen(run)]
+    plain = [spec.name for spec in REGISTRY if spec.priority is Priority.P0 and "{" not in spec.name]
+    assert [name for name in shown if name in plain] == plain
+    assert set(shown) - set(plain) == {"loss/group/code/mean", "loss/group/law/mean"}
+
+
+def test_no_data_is_not_zero():
+    row = _row(FakeRun({"loss/mean": [3.0]}), "grad/norm")
+    assert (row.state, row.value, row.step, row.since) == (State.NO_DATA, None, None, None)
+    absent = _row(FakeRun({"grad/norm": [None, None]}), "grad/norm")
+    assert (absent.state, absent.value) == (State.NO_DATA, None)
+
+
+def test_the_last_measured_value_and_its_step():
+    row = _row(FakeRun({"act/abs_max": ([0, 100, 200], [1.0, 7.0, None])}), "act/abs_max")
+    assert (row.value, row.step, row.state, row.since) == (7.0, 100, State.OK, 0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["loss/mean", "grad/clip_rate", "logits/abs_max", "alert/co_spike/count"])
+def test_a_value_that_is_not_finite_is_an_alert(name, bad):
+    row = _row(FakeRun({name: [0.0, 0.0, bad, bad]}), name)
+    assert (row.state, row.since) == (State.ALERT, 2)
+
+
+@pytest.mark.parametrize(
+    ("score", "state"),
+    [(None, State.OK), (2.9, State.OK), (3.1, State.WATCH), (6.0, State.WATCH), (6.1, State.ALERT), (math.inf, State.ALERT)],
+)
+def test_the_score_of_the_detector_decides(score, state):
+    for name, signal in (("loss/mean", "loss"), ("grad/norm", "grad")):
+        row = _row(FakeRun({name: [1.0, 1.0], f"{signal}/spike/score": [None, score]}), name)
+        assert row.state is state
+        assert row.since == (0 if state is State.OK else 1)
+
+
+def test_the_scores_need_not_cover_every_step():
+    run = FakeRun({"loss/mean": ([0, 5, 9], [1.0, 1.0, 1.0]), "loss/spike/score": ([5], [7.0])})
+    steps, _, found = states(run, "loss/mean", Plan())
+    assert steps.tolist() == [0, 5, 9] and found.tolist() == [State.OK, State.ALERT, State.OK]
+
+
+def test_a_signal_without_a_detector_is_scored_against_itself():
+    quiet = (2.0 + 0.01 * np.random.default_rng(0).normal(size=100)).tolist()
+    for last, state in ((2.0, State.OK), (2.08, State.WATCH), (4.0, State.ALERT)):
+        row = _row(FakeRun({"loss/group/law/mean": [*quiet, last]}), "loss/group/law/mean")
+        assert row.state is state, last
+
+
+def test_alarms_and_counts_of_troubles():
+    run = FakeRun(
+        {
+            "alert/co_spike": [None, 0.0, 1.0, 0.0],
+            "alert/co_spike/count": [0.0, 0.0, 1.0, 1.0],
+            "alert/guard/stopped": [0.0, 0.0, 0.0, 1.0],
+            "alert/nonfinite_accepted": [0.0, 2.0, 2.0, 2.0],
+        }
+    )
+    found = {signal.name: (signal.state, signal.since) for signal in first_screen(run)}
+    assert found["alert/co_spike"] == (State.OK, 3)
+    assert found["alert/co_spike/count"] == (State.WATCH, 2)
+    assert found["alert/guard/stopped"] == (State.ALERT, 3)
+    assert found["alert/nonfinite_accepted"] == (State.ALERT, 1)
+
+
+def test_a_rising_clip_rate_is_no_spike():
+    rates = [0.001] * 60 + [0.5]
+    assert _row(FakeRun({"grad/clip_rate": rates}), "grad/clip_rate").state is State.OK
+
+
+def test_thresholds_are_those_of_the_run():
+    manifest = {"attempts": [{"first_step": 0, "plan": repr(Plan(theta=2.0))}]}
+    run = FakeRun({"loss/mean": [1.0], "loss/spike/score": [2.5]}, manifest)
+    assert _row(run, "loss/mean").state is State.ALERT
+
+
+def test_the_layer_behind_a_worst_of_signal():
+    run = FakeRun({"act/abs_max": ([0, 100], [1.0, 2.0])}, which={"act/abs_max": ([0, 100], ["act/a", "act/b"])})
+    assert _row(run, "act/abs_max").where == "act/b"
+
+
+@pytest.mark.parametrize(("history", "start"), [([0, 0, 0], 10), ([0, 2, 2], 11), ([2, 0, 2], 12), ([1], 10)])
+def test_since(history, start):
+    assert since(np.arange(10, 10 + len(history)), np.array(history)) == start
+
+
+def test_since_of_nothing():
+    assert since(np.zeros(0, int), np.zeros(0, int)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (None, "1", "-"),
+        (math.nan, "count", "NaN"),
+        (-math.inf, "1", "-inf"),
+        (0.0, "1", "0"),
+        (3.14159, "1", "3.142"),
+        (0.0123456, "1", "0.01235"),
+        (12345.6, "1", "12346"),
+        (123456.0, "1", "1.235e+05"),
+        (0.00001234, "1", "1.234e-05"),
+        (-2.5, "nat", "-2.500"),
+        (16777217.0, "count", "16,777,217"),
+    ],
+)
+def test_format_value(value, unit, text):
+    assert format_value(value, unit) == text
+
+
+def test_the_table_shows_every_cell():
+    from rich.console import Console
+
+    run = FakeRun({"loss/mean": [2.0, math.nan], "grad/norm": [0.5]})
+    out = io.StringIO()
+    Console(file=out, width=120).print(signals_table(first_screen(run), title="Now"))
+    lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.strip()}
+    assert lines["loss/mean"] == ["loss/mean", "NaN", "nat/token", "alert", "1"]
+    assert lines["grad/norm"] == ["grad/norm", "0.5000", "ok", "0"]
+    assert lines["logits/abs_max"] == ["logits/abs_max", "-", "no", "data", "-"]

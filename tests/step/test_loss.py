@@ -1,0 +1,121 @@
+"""What a loss function may return, and clear words when it returns something else."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import probes_jax as pj
+from probes_jax.step.loss import check_loss
+from tests.step.small import make_batch, make_state
+
+
+def ones(*shape):
+    return jnp.ones(shape, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (3.0, "loss_fn must return pj.Loss"),
+        (ones(2), "loss_fn must return pj.Loss or a float scalar"),
+        (jnp.int32(1), "float scalar"),
+        (pj.Loss(nll=ones(2, 3, 4)), r"Loss nll must be float \[batch, length\] or \[batch\]"),
+        (pj.Loss(nll=jnp.ones((2, 3), jnp.int32)), "Loss nll must be float"),
+        (pj.Loss(nll=ones(2, 3), mask=ones(3)), "Loss mask has shape"),
+        (pj.Loss(nll=ones(2, 3), group=jnp.zeros((2,), jnp.int32)), "Plan.groups is empty"),
+        (pj.Loss(nll=ones(2), extra={"z": ones(2)}), r"extra\['z'\] must be a scalar"),
+        (pj.Loss(nll=ones(2), extra={"a/b": ones()}), "Loss extra name"),
+    ],
+)
+def test_clear_errors(loss, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        check_loss(loss, ())
+
+
+def test_group_ids_must_be_integers():
+    with pytest.raises(ValueError, match="integer ids into Plan"):
+        check_loss(pj.Loss(nll=ones(2, 3), group=ones(2)), ("a",))
+
+
+def test_per_example_mask_and_group_reach_every_token():
+    tokens = check_loss(pj.Loss(nll=ones(2, 3), mask=jnp.array([1, 0]), group=jnp.array([0, 1])), ("a", "b"))
+    np.testing.assert_array_equal(tokens.weight, [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(tokens.group, [[0, 0, 0], [1, 1, 1]])
+
+
+def test_fractional_weights():
+    """L is the weighted mean, tokens count those with weight above zero."""
+    batch = make_batch(masked=False)
+    rng = np.random.default_rng(0)
+    batch["mask"] = rng.choice([0.0, 0.25, 1.0], batch["mask"].shape).astype(np.float32)
+    nll = rng.random(batch["mask"].shape).astype(np.float32)
+    batch["nll"] = nll
+
+    def loss_fn(model, batch, rngs):
+        return pj.Loss(nll=batch["nll"] + 0.0 * model(batch["tokens"]).sum(), mask=batch["mask"])
+
+    state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch)
+    _, report = pj.monitored_train_step(state, batch)
+    found, weight = report.scalars(), batch["mask"].astype(np.float64)
+    assert found["loss/mean"] == pytest.approx((weight * nll).sum() / weight.sum(), rel=1e-6)
+    assert found["data/tokens"] == (weight > 0).sum()
+
+
+def test_nan_under_the_mask_stays_there():
+    batch = make_batch()
+    batch["hole"] = np.where(batch["mask"] > 0, 0.0, np.nan).astype(np.float32)
+
+    def loss_fn(model, batch, rngs):
+        logits = model(batch["tokens"])
+        return pj.Loss(nll=logits[..., 0] ** 2 + batch["hole"], mask=batch["mask"])
+
+    state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch)
+    _, report = pj.monitored_train_step(state, batch)
+    found = report.scalars()
+    assert np.isfinite(found["loss/mean"])
+    assert found["grad/nan_count"] == 0
+
+
+def test_a_batch_without_a_valid_token():
+    """L absent, gradient zero, the update applied as optax would, counted as an empty step."""
+    batch = make_batch()
+    empty = {**batch, "mask": np.zeros_like(batch["mask"])}
+    state = make_state()
+    state, _ = pj.monitored_train_step(state, batch)
+    before = np.array(state.params["head"]["kernel"])
+    state, report = pj.monitored_train_step(state, empty)
+    found = report.scalars()
+    assert "loss/mean" not in found
+    assert not [name for name in found if name.startswith(("loss/shard", "loss/worst", "loss/group"))]
+    assert found["grad/norm"] == 0
+    assert found["data/tokens"] == 0
+    assert found["data/empty_steps"] == 1
+    assert found["update/norm"] > 0  # Adam's momentum and decay still move
+    assert not np.array_equal(before, state.params["head"]["kernel"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_skip_empty_leaves_the_state_alone(microbatches):
+    batch = make_batch()
+    empty = {**batch, "mask": np.zeros_like(batch["mask"])}
+    state = make_state(plan=pj.Plan(groups=("a", "b"), skip_empty=True), microbatches=microbatches)
+    state, _ = pj.monitored_train_step(state, batch)
+    before = np.array(state.params["head"]["kernel"])
+    state, report = pj.monitored_train_step(state, empty)
+    assert report.scalars()["data/empty_steps"] == 1
+    assert report.scalars()["update/norm"] == 0
+    np.testing.assert_array_equal(before, state.params["head"]["kernel"])
+
+
+def test_logits_that_cannot_be_found_are_absent_with_a_reason():
+    def loss_fn(model, batch, rngs):
+        logits = model(batch["tokens"])
+        model(batch["tokens"])  # two outputs of the same width
+        return pj.Loss(nll=logits[..., 0] ** 2)
+
+    state = make_state(loss_fn=loss_fn, plan=pj.Plan())
+    _, report = pj.monitored_train_step(state, make_batch())
+    assert not [name for name in report.scalars() if name.startswith("logits/")]
+    assert any(name == "logits" and "Loss(logits=...)" in why for name, why in report.coverage.missing)

@@ -1,0 +1,179 @@
+"""Sharded equals unsharded, empty shards are absent, and the price is two collectives."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import probes_jax as pj
+from tests.step.small import GROUPS, make_batch, make_state
+
+PLAN = pj.Plan(groups=GROUPS, scan_every=2)
+
+
+def mesh_of(**axes):
+    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
+    return Mesh(devices.reshape(*axes.values()), tuple(axes))
+
+
+def shard(batch, mesh, *axes):
+    return {key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes))) for key, x in batch.items()}
+
+
+def replicated(path, shape):
+    return PartitionSpec()
+
+
+def fsdp(path, shape):
+    """Every matrix is sharded over `data` on its first divisible axis."""
+    return PartitionSpec(*("data" if size % 8 == 0 and index == 0 else None for index, size in enumerate(shape)))
+
+
+def tensor_parallel(path, shape):
+    """Up-projections by column, down-projections by row, the embedding by feature."""
+    if path[-2:] == ("up", "kernel") or path[-1] == "embedding":
+        return PartitionSpec(None, "model")
+    if path[-2:] == ("down", "kernel"):
+        return PartitionSpec("model", None)
+    return PartitionSpec()
+
+
+CASES = {
+    "data": (dict(data=8), ("data",), replicated, {}),
+    "fsdp": (dict(data=8), ("data",), fsdp, {}),
+    "tensor": (dict(data=2, model=4), ("data",), tensor_parallel, {}),
+    "tensor with a feature guess": (dict(data=2, model=4), ("data",), tensor_parallel, {"feature_axes": ("model",)}),
+    "context": (dict(data=4, seq=2), ("data", "seq"), replicated, {}),
+}
+
+
+def run(batches, plan=PLAN, **kwargs):
+    state = make_state(plan=plan, batch=batches[0], **kwargs)
+    found = []
+    for batch in batches:
+        state, report = pj.monitored_train_step(state, batch)
+        found.append(report.scalars())
+    return state, found
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_those_of_one_device(case, microbatches):
+    axes, token_axes, rule, settings = CASES[case]
+    batches = [make_batch(seed, batch=16) for seed in range(3)]
+    _, alone = run(batches)
+    mesh = mesh_of(**axes)
+    plan = pj.Plan(groups=GROUPS, scan_every=2, **settings)
+    sharded = [
+        {
+            key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim])))
+            for key, x in batch.items()
+        }
+        for batch in batches
+    ]
+    _, found = run(sharded, plan, shardings=rule, microbatches=microbatches)
+    for one, many in zip(alone, found, strict=True):
+        for name, value in one.items():
+            if name.startswith(("loss/shard", "loss/worst")):
+                continue
+            assert many[name] == pytest.approx(value, rel=3e-4, abs=1e-5), name
+        assert {name for name in many if not name.startswith("loss/shard")} == {
+            name for name in one if not name.startswith("loss/shard")
+        }
+
+
+def test_worst_shard_and_an_empty_one():
+    """A shard without a valid token is absent; the worst shard is the maximum of the local means."""
+    batch = make_batch(batch=16, masked=False)
+    batch["mask"][4:6] = 0.0  # shard 2 of 8
+    batch["mask"][0, 3:] = 0.0
+    mesh = mesh_of(data=8)
+    state = make_state(batch=shard(batch, mesh, "data"), shardings=replicated)
+    params = jax.tree.map(np.array, state.params)
+    _, report = pj.monitored_train_step(state, shard(batch, mesh, "data"))
+    found, readings = report.scalars(), report.readings()[0]
+    from tests.step.small import plain_loss
+
+    _, (nll, _) = plain_loss(params, batch)
+    nll = np.asarray(nll, np.float64)
+    local = {}
+    for index in range(8):
+        rows = slice(2 * index, 2 * index + 2)
+        if batch["mask"][rows].sum():
+            local[index] = (nll[rows] * batch["mask"][rows]).sum() / batch["mask"][rows].sum()
+    assert "loss/shard[2]" not in found
+    for index, value in local.items():
+        assert found[f"loss/shard[{index}]"] == pytest.approx(value, rel=1e-5)
+    worst = max(local, key=local.get)
+    assert found["loss/worst_shard"] == pytest.approx(local[worst], rel=1e-5)
+    assert readings.which["loss/worst_shard"] == f"loss/shard[{worst}]"
+
+
+def test_nan_on_one_device_is_seen_by_all():
+    """A pmax on CPU may swallow a NaN; the counts are sums and cannot."""
+    batch = make_batch(batch=16)
+    mesh = mesh_of(data=8)
+
+    def loss_fn(model, batch, rngs):
+        logits = model(batch["tokens"]) + batch["hole"][:, None, None]
+        return pj.Loss(nll=logits[..., 0] ** 2, logits=logits)
+
+    for hole in (np.nan, np.inf):
+        batch["hole"] = np.zeros((16,), np.float32)
+        batch["hole"][9] = hole
+        state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=shard(batch, mesh, "data"), shardings=replicated)
+        _, report = pj.monitored_train_step(state, shard(batch, mesh, "data"))
+        found = report.scalars()
+        assert not np.isfinite(found["loss/mean"])
+        assert not np.isfinite(found["logits/abs_max"])
+        assert np.isfinite(found["logits/finite_abs_max"])
+        assert found["logits/nan_count" if np.isnan(hole) else "logits/inf_count"] == 6 * 16
+        assert not np.isfinite(found["grad/norm"])
+
+
+def count_collectives(state, program, batch):
+    from probes_jax.step.train import compiled
+
+    text = compiled(state.settings, program).lower(np.int32(0), state.core, batch).compile().as_text()
+    return len(re.findall(r" = \S+ (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize("case", ["data", "fsdp"])
+def test_two_more_collectives_whatever_is_probed(case):
+    axes, token_axes, rule, _ = CASES[case]
+    mesh = mesh_of(**axes)
+    batch = shard(make_batch(batch=16), mesh, *token_axes)
+    state = make_state(plan=PLAN, batch=batch, shardings=rule, donate=False)
+    plain = count_collectives(state, "off", batch)
+    for program in ("light", "full"):
+        assert count_collectives(state, program, batch) - plain <= 2, program
+
+
+def test_no_collective_on_one_device():
+    state = make_state(donate=False)
+    assert count_collectives(state, "full", make_batch()) == 0
+
+
+def test_wrong_axis_names_are_refused():
+    mesh = mesh_of(data=8)
+    with pytest.raises(ValueError, match="mesh axis 'tokens'"):
+        make_state(plan=pj.Plan(token_axes=("tokens",)), batch=shard(make_batch(), mesh, "data"))
+    with pytest.raises(ValueError, match="no mesh was found"):
+        make_state(plan=pj.Plan(token_axes=("data",)))
+
+
+def test_state_keeps_its_shardings():
+    mesh = mesh_of(data=8)
+    batch = shard(make_batch(batch=16), mesh, "data")
+    state = make_state(plan=PLAN, batch=batch, shardings=fsdp)
+    before = jax.tree.map(lambda x: x.sharding, state.core)
+    state, _ = pj.monitored_train_step(state, batch)
+    assert before == jax.tree.map(lambda x: x.sharding, state.core)
+    kernel = state.params["block_0"]["up"]["kernel"]
+    assert kernel.sharding.spec == PartitionSpec("data", None) or kernel.sharding.spec == PartitionSpec("data")
+    moment = state.opt_state.stages[1].mu["block_0"]["up"]["kernel"]
+    assert moment.sharding.is_equivalent_to(kernel.sharding, 2)

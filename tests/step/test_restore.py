@@ -1,0 +1,91 @@
+"""The state survives a save, and a checkpoint of another plan or version still restores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import probes_jax as pj
+from tests.step.small import GROUPS, Model, make_batch, make_state
+
+
+def save_and_read(state, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path, state), checkpointer.restore(path)
+
+
+def train(state, seeds):
+    reports = []
+    for seed in seeds:
+        state, report = pj.monitored_train_step(state, make_batch(seed))
+        reports.append(report.scalars())
+    return state, reports
+
+
+def test_the_run_goes_on_as_if_nothing_happened(tmp_path):
+    """L111: losses, norms and spike windows of steps 6 to 10 are those of the uninterrupted run."""
+    plan = pj.Plan(groups=GROUPS, window=8, min_history=3)
+    _, whole = train(make_state(plan=plan, model=Model(dropout=0.2)), range(10))
+    half, _ = train(make_state(plan=plan, model=Model(dropout=0.2)), range(5))
+    targeted, raw = save_and_read(half, tmp_path / "saved")
+    _, rest = train(targeted, range(5, 10))
+    assert rest == whole[5:]
+    fresh = make_state(plan=plan, model=Model(dropout=0.2))
+    _, rest = train(pj.restore_state(fresh, raw), range(5, 10))
+    assert rest == whole[5:]
+
+
+def test_another_window_starts_anew_and_says_so(tmp_path, caplog):
+    half, _ = train(make_state(plan=pj.Plan(groups=GROUPS, window=16, min_history=4)), range(3))
+    _, raw = save_and_read(half, tmp_path / "saved")
+    fresh = make_state(plan=pj.Plan(groups=GROUPS, window=8, min_history=4))
+    resumed = pj.restore_state(fresh, raw)
+    assert "monitor/window/values" in caplog.text
+    assert resumed.monitor.window.values.shape == (3, 8)
+    resumed, reports = train(resumed, [3])
+    assert int(resumed.step) == 4
+    assert reports[0]["data/tokens_total"] > reports[0]["data/tokens"]
+
+
+def test_a_checkpoint_without_monitoring(tmp_path):
+    """An older version, or a run that was not monitored: parameters are kept, monitoring starts from defaults."""
+    half, _ = train(make_state(), range(3))
+    _, raw = save_and_read(half, tmp_path / "saved")
+    del raw["monitor"]["guard"], raw["monitor"]["learning_rate_multiplier"]
+    resumed = pj.restore_state(make_state(), raw)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, half.params)
+    assert float(resumed.monitor.learning_rate_multiplier) == 1.0
+    train(resumed, [3])
+
+
+@pytest.mark.parametrize("total", [5, 2_150_000_000, 5_000_000_000])
+def test_token_totals(total, tmp_path):
+    """L065: 2.15 billion and 5 billion survive; an older single-word counter is read."""
+    words = np.array([total & 0xFFFFFFFF, total >> 32], np.uint32)
+    state = make_state()
+    monitor = state.monitor._replace(tokens=jax.device_put(words, state.monitor.tokens.sharding))
+    state = dataclasses.replace(state, monitor=monitor)
+    targeted, raw = save_and_read(state, tmp_path / "saved")
+    old = np.int64(total) if total > 2**31 else np.int32(total)
+    raw["monitor"]["tokens"] = old
+    for resumed in (targeted, pj.restore_state(make_state(), raw)):
+        _, reports = train(resumed, [0])
+        assert reports[0]["data/tokens_total"] == total + reports[0]["data/tokens"]
+
+
+def test_a_missing_parameter_is_an_error(tmp_path):
+    _, raw = save_and_read(make_state(), tmp_path / "saved")
+    del raw["params"]["head"]
+    with pytest.raises(ValueError, match="params/head"):
+        pj.restore_state(make_state(), raw)
+
+
+def test_no_empty_arrays_in_the_state():
+    """L117: orbax refuses arrays without elements."""
+    assert all(np.size(leaf) for leaf in jax.tree.leaves(make_state()))

@@ -1,7 +1,7 @@
 """Trains a small byte-level language model on text found on this machine, with every probe on.
 
-    python examples/demo.py             a linen model, at most 3 minutes
-    python examples/demo.py --nnx       the same model in nnx
+python examples/demo.py             a linen model, at most 3 minutes
+python examples/demo.py --nnx       the same model in nnx
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nnx", action="store_true", help="the nnx model instead of the linen one")
     parser.add_argument("--steps", type=int, default=1200, help="steps at most (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=3.0, help="minutes of training at most (default: 3)")

@@ -32,9 +32,3 @@ def process_index() -> int | None:
     if jax is None:
         return 0
     return jax.process_index() if _backend_is_up() else None
-
-
-def is_tracer(value: Any) -> bool:
-    """Whether a value is what JAX puts in the place of an array while it traces a function."""
-    jax = _jax()
-    return jax is not None and isinstance(value, jax.core.Tracer)

@@ -18,7 +18,7 @@ from probes_jax.host.backlog import Backlog, Pending
 from probes_jax.host.drain import Drain
 from probes_jax.host.health import Health
 from probes_jax.host.outlets import Outlets
-from probes_jax.host.process import is_distributed, is_tracer, process_index
+from probes_jax.host.process import is_distributed, process_index
 from probes_jax.host.sink import Sink
 from probes_jax.host.timed import take_wait
 from probes_jax.host.worker import Worker
@@ -103,6 +103,7 @@ class Recorder:
         self._acknowledged = 0  # reports known to be read; counted only with a guard
         self._worker: Worker | None = None  # made at the first report
         self._drain: Drain | None = None
+        self._distributed = False  # known at the first report
         self._closed = False
         self._starting = threading.Lock()
 
@@ -127,16 +128,17 @@ class Recorder:
         if self._closed:
             raise ValueError("record() after close(); make a new Recorder to record more")
         worker = self._worker or self._start()
-        _check_buffer(buffer, layout)
-        local = _local(buffer)
-        if local is None:
-            worker.refuse("a report split over several processes was not recorded: its buffer must be replicated")
-            return
-        if hasattr(local, "copy_to_host_async"):
-            local.copy_to_host_async()
+        nbytes = _checked_nbytes(buffer, layout)
+        if self._distributed:
+            buffer = _local(buffer)
+            if buffer is None:
+                worker.refuse("a report split over several processes was not recorded: its buffer must be replicated")
+                return
+        if not isinstance(buffer, np.ndarray):
+            buffer.copy_to_host_async()
         number = next(self._numbers)
         seconds = time.perf_counter() - start
-        self._backlog.put(Pending(local, layout, take_wait(), seconds, number, local.nbytes))
+        self._backlog.put(Pending(buffer, layout, take_wait(), seconds, number, nbytes))
         worker.recorded = number
         worker.record_seconds += seconds
         if self._guarded:
@@ -183,7 +185,8 @@ class Recorder:
                 deliveries = self._outlets.deliveries(index or 0)
                 worker = Worker(self._backlog, deliveries, clock=self._clock, guarded=self._guarded)
                 self._drain = Drain(worker, self._patience)
-                shutdown.watch(self._drain, signals=not is_distributed())
+                self._distributed = is_distributed()
+                shutdown.watch(self._drain, signals=not self._distributed)
                 weakref.finalize(self, self._drain.close).atexit = False
                 worker.start()
                 self._worker = worker
@@ -214,22 +217,27 @@ def _parts(report: PackedReport) -> tuple[Any, Layout]:
         raise TypeError(f"record() needs the report that monitored_train_step returns, got {what}") from None
 
 
-def _check_buffer(buffer: Any, layout: Layout) -> None:
-    if not isinstance(buffer, np.ndarray) and is_tracer(buffer):
+_UINT32 = np.dtype(np.uint32)
+
+
+def _checked_nbytes(buffer: Any, layout: Layout) -> int:
+    """Size of a buffer that fits its layout. Asks each property once: they cost microseconds on a device array."""
+    if not isinstance(buffer, np.ndarray) and not hasattr(buffer, "copy_to_host_async"):
         raise TypeError(
-            "record() was called inside a jitted function; call it with the report that the function returns"
+            f"report buffer must be a device array or a NumPy array, got {type(buffer).__name__}; inside a jitted "
+            "function there is only a tracer: call record() with the report that the function returns"
         )
-    shape = np.shape(buffer)
-    if len(shape) not in (1, 2) or shape[-1] != layout.size or buffer.dtype != np.uint32:
-        dtype = getattr(buffer, "dtype", type(buffer).__name__)
+    shape, dtype = buffer.shape, buffer.dtype
+    if len(shape) not in (1, 2) or shape[-1] != layout.size or dtype != _UINT32:
         raise ValueError(
             f"report buffer must be uint32 [{layout.size}] or [T, {layout.size}], got {dtype} {list(shape)}; "
             "is the layout that of another program?"
         )
+    return 4 * layout.size * (shape[0] if len(shape) == 2 else 1)
 
 
 def _local(buffer: Any) -> Any:
-    """The part of a buffer that this process can read, if that is all of it; else None."""
-    if getattr(buffer, "is_fully_addressable", True):
+    """The part of a buffer of a multi-process job that this process can read, if that is all of it; else None."""
+    if isinstance(buffer, np.ndarray) or buffer.is_fully_addressable:
         return buffer
     return buffer.addressable_data(0) if buffer.is_fully_replicated else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -86,9 +87,9 @@ def chain(*stages: tuple[str, Transformation]) -> Chain:
         updates: optax.Updates, state: ChainState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ChainState]:
         _check_state(state, names)
-        rate = jnp.ones((), jnp.float32) if scalings else None
-        for index in scalings:
-            rate = rate * jnp.abs(scale_factor(named[index], state.stages[index], extra_args))
+        # Before the stages run: the count that this update's schedule sees.
+        factors = [jnp.abs(scale_factor(named[index], state.stages[index], extra_args)) for index in scalings]
+        rate = math.prod(factors[1:], start=factors[0]) if factors else None
         after = []
         for stage, inner in zip(named, state.stages, strict=True):
             updates, inner = stage.update(updates, inner, params, **extra_args)

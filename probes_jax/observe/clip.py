@@ -148,7 +148,9 @@ def _behaves_as_clip(stage: Stage) -> bool:
     smaller = (0.99 * threshold, 1e-3 * threshold)
     if threshold == 0.0:  # nothing is below it, and optax makes NaN of a norm of 0
         larger, smaller = larger[:-1], ()
-    return all(_is_clipped(stage, *case, threshold) for case in larger) and all(_passes(stage, norm) for norm in smaller)
+    return all(_is_clipped(stage, *case, threshold) for case in larger) and all(
+        _passes(stage, norm) for norm in smaller
+    )
 
 
 def _update(norm: float, width: tuple[int, int]) -> dict[str, np.ndarray]:

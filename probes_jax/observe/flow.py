@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 
@@ -55,9 +56,34 @@ _CALL_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _PASS = {"copy", "copy_p", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "sharding_constraint", "reshard"}
 _PASS |= {"device_put", "optimization_barrier", "pvary", "pcast", "layout_constraint", "mesh_cast"}
 # Zero in every operand gives zero.
-_ZERO_IN_ZERO_OUT = {"neg", "abs", "sign", "sqrt", "cbrt", "square", "sin", "tan", "asin", "atan", "sinh", "tanh", "asinh"}
+_ZERO_IN_ZERO_OUT = {
+    "neg",
+    "abs",
+    "sign",
+    "sqrt",
+    "cbrt",
+    "square",
+    "sin",
+    "tan",
+    "asin",
+    "atan",
+    "sinh",
+    "tanh",
+    "asinh",
+}
 _ZERO_IN_ZERO_OUT |= {"expm1", "log1p", "erf", "floor", "ceil", "round", "real", "imag", "conj", "reduce_precision"}
-_ZERO_IN_ZERO_OUT |= {"max", "min", "add_any", "concatenate", "pad", "scatter", "scatter-add", "rev", "transpose", "slice"}
+_ZERO_IN_ZERO_OUT |= {
+    "max",
+    "min",
+    "add_any",
+    "concatenate",
+    "pad",
+    "scatter",
+    "scatter-add",
+    "rev",
+    "transpose",
+    "slice",
+}
 _ZERO_IN_ZERO_OUT |= {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "cumsum", "cummax", "cummin", "psum"}
 _CONSTANT_LIMIT = 1 << 20  # elements of a captured array that are looked at
 
@@ -104,7 +130,7 @@ def _walk(jaxpr: Any, consts: Iterable[Mark], marks: Iterable[Mark]) -> list[Mar
 
 def _mark_value(value: Any) -> Mark:
     """Mark of a literal or of a captured array."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return Uniform(("captured", id(value))) if value.size == 1 else UNKNOWN
     dtype = getattr(value, "dtype", np.asarray(value).dtype if np.isscalar(value) else None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) or np.size(value) > _CONSTANT_LIMIT:
@@ -175,7 +201,9 @@ def _number(eqn: Any, marks: list[Mark], result: list[Mark]) -> list[Mark]:
         return result
     how = id(eqn) if _nested(eqn.params) else tuple(sorted((name, repr(value)) for name, value in eqn.params.items()))
     return [
-        Uniform((eqn.primitive.name, how, keys, index)) if mark is UNKNOWN and getattr(var.aval, "size", 0) == 1 else mark
+        Uniform((eqn.primitive.name, how, keys, index))
+        if mark is UNKNOWN and getattr(var.aval, "size", 0) == 1
+        else mark
         for index, (mark, var) in enumerate(zip(result, eqn.outvars, strict=True))
     ]
 

@@ -14,7 +14,8 @@ from probes_jax.observe.chain import ChainState
 
 _ABSENT = (
     "the optimizer's state holds no learning rate; build it with pj.chain and give the rate a stage of its own, "
-    '("lr", optax.scale_by_learning_rate(schedule)), or wrap it: optax.inject_hyperparams(optax.adamw)(learning_rate=...)'
+    '("lr", optax.scale_by_learning_rate(schedule)), or wrap it: '
+    "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)"
 )
 
 

@@ -19,7 +19,7 @@ from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure
 from probes_jax.observe.census import settle
 from probes_jax.observe.linen_attribute import LinenAttribute, holds_module
 from probes_jax.observe.linen_recorder import FLAG, OUTSIDE, LinenRecorder
-from probes_jax.observe.linen_variables import check_variables, conform, specs_of
+from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
 from probes_jax.observe.rngs import Rngs
 
@@ -62,8 +62,9 @@ class LinenBinding(Binding):
     def _initialize(self, loss_fn: LossFn, batch: Any, key: jax.Array) -> dict[str, Any]:
         rngs = Rngs(key)
         model = _Initializing(self, rngs)
-        loss_fn(model, batch, rngs)
-        return {"params": {}, **model.variables_}
+        with without_sow(lambda module: module.scope is not None and module.scope.flags.get(FLAG) == "init"):
+            loss_fn(model, batch, rngs)
+        return {"params": {}, **model.made}
 
     def partition_specs(self, params: Any, state: Any) -> ModelParts:
         """See `Binding.partition_specs`. Known once `init` has run, also under `jax.eval_shape`."""
@@ -106,6 +107,7 @@ class LinenBound(Bound):
         self._rngs = rngs
         self._recorder = recorder
         self._outputs: list[Any] = []
+        self._finished = False
         self._trace = tracers.current_trace()
 
     def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -126,12 +128,15 @@ class LinenBound(Bound):
             raise AttributeError(name)
         module = self._binding.wrapped
         static = inspect.getattr_static(type(module), name, None)
-        if name in nn.Module.__dict__ and not isinstance(static, property):
-            return getattr(module, name)
-        if inspect.isfunction(static):
-            return lambda *args, **kwargs: self(*args, method=name, **kwargs)
         attribute = LinenAttribute(self._call_attribute, self._read_attribute, (name,))
-        value = attribute.read()
+        if name in type(module).__dataclass_fields__:
+            value = getattr(module, name)
+        elif name in nn.Module.__dict__ and not isinstance(static, property):
+            value = getattr(module, name)
+        elif inspect.isfunction(static):
+            return lambda *args, **kwargs: self(*args, method=name, **kwargs)
+        else:
+            value = attribute.read()
         return attribute if holds_module(value) else value
 
     def _call_attribute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -145,7 +150,7 @@ class LinenBound(Bound):
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, root: bool, observe: bool = True
     ) -> tuple[Any, dict[str, Any], Any]:
         """Runs `function(bound module, *args, **kwargs)`; the output, what the caller asked for, and the asking."""
-        if self._outputs is None:
+        if self._finished:
             raise RuntimeError("this bound model is finished; bind the parameters again for another evaluation")
         options = {name: kwargs.pop(name) for name in ("rngs", "mutable", "capture_intermediates") if name in kwargs}
         wanted, capture = options.get("mutable", False), options.get("capture_intermediates", False)
@@ -197,25 +202,27 @@ class LinenBound(Bound):
         return {"params": self._params, **self._state}
 
     def _streams(self, more: Any) -> dict[str, jax.Array]:
-        own = self._rngs.streams(self._binding.streams) if self._rngs is not None else {}
+        streams = self._rngs.streams(self._binding.streams) if self._rngs is not None else {}
         if isinstance(more, Rngs):
-            more = more.streams(self._binding.streams)
-        return {**own, **(more if more is None or isinstance(more, Mapping) else {"params": more} or {})} if more else own
+            return more.streams(self._binding.streams)
+        if more is not None and not isinstance(more, Mapping):
+            more = {"params": more}
+        return {**streams, **(more or {})}
 
     def _carry(self, mutated: Mapping[str, Any]) -> None:
         self._state = {name: conform(old, mutated.get(name, old)) for name, old in self._state.items()}
 
     def finish(self) -> Captured:
         """See `Bound.finish`."""
-        outputs, self._outputs = self._outputs, None
-        if outputs is None:
+        if self._finished:
             raise RuntimeError("finish() was called before; bind the parameters again for another evaluation")
+        self._finished = True
         if self._recorder is None:
-            return Captured({}, self._state, outputs, (), {}, {})
-        paths = [tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
-        stacks = _stacks(self._recorder.stacks, self._params)
-        result = settle(self._recorder.visits, self._recorder.returned, paths, stacks)
-        return Captured(result.points, self._state, outputs, tuple(result.seen), result.missing, stacks)
+            return Captured({}, self._state, self._outputs, (), {}, {})
+        leaves = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self._params)}
+        stacks = _stacks(self._recorder.stacks, leaves)
+        result = settle(self._recorder.visits, self._recorder.returned, leaves, stacks)
+        return Captured(result.points, self._state, self._outputs, tuple(result.seen), result.missing, stacks)
 
 
 class _Initializing(LinenBound):
@@ -223,16 +230,53 @@ class _Initializing(LinenBound):
 
     def __init__(self, binding: LinenBinding, rngs: Rngs) -> None:
         super().__init__(binding, {}, {}, rngs, None)
-        self.variables_: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}
 
     def _variables(self) -> dict[str, Any]:
-        return self.variables_
+        return self.made
 
     def _mutable(self, wanted: Any, recorder: LinenRecorder | None, within: bool) -> Any:
+        if not within and not self.made:
+            raise ValueError(
+                "the model is first called inside a JAX transform in loss_fn, where its variables cannot be made; call it "
+                "outside of the transform, put the transform in the model (nn.remat, nn.vmap), or pass variables="
+            )
         return union_filters(wanted, DenyList(NOT_STATE))
 
     def _flags(self, recorder: LinenRecorder | None) -> dict[str, Any]:
         return {"initializing": True, FLAG: "init"}
 
     def _carry(self, mutated: Mapping[str, Any]) -> None:
-        self.variables_ = {name: value for name, value in mutated.items() if name not in NOT_STATE}
+        self.made = {name: value for name, value in mutated.items() if name not in NOT_STATE}
+
+
+def _parts(variables: Mapping[str, Any]) -> ModelParts:
+    state = {name: value for name, value in variables.items() if name != "params"}
+    return ModelParts(variables["params"], state)
+
+
+def _path(keys: Any) -> Path:
+    return tuple(str(getattr(key, "key", key)) for key in keys)
+
+
+def _stacks(lifted: Mapping[tuple[str | None, ...], int], leaves: Mapping[Path, Any]) -> dict[Path, tuple[int, int]]:
+    """Path prefix to (layer axis, number of layers), from the parameters themselves."""
+    stacks: dict[Path, tuple[int, int]] = {}
+    for where, axis in lifted.items():
+        prefix = tuple(element for element in where if element is not None)
+        for path, leaf in leaves.items():
+            if path[: len(prefix)] == prefix and -leaf.ndim <= axis < leaf.ndim:
+                stacks.setdefault(path[: len(where)], (axis, leaf.shape[axis]))
+    return stacks
+
+
+def _resolve(module: nn.Module, method: Any) -> Callable[..., Any]:
+    """The unbound function behind `method`, as `module.apply` finds it."""
+    name = method if isinstance(method, str) else "__call__" if method is None else None
+    if name is not None:
+        if not hasattr(type(module), name):
+            return lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs)  # a submodule made in setup
+        method = getattr(type(module), name)
+    if not callable(method):
+        raise TypeError(f"method must be the name of a method or a function of the module, got {method!r}")
+    return getattr(method, "__func__", method)

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 from flax.core import lift
 from flax.core.scope import Scope, in_filter, subtract_filters, union_filters
 
+from probes_jax.observe.patch import patched
+
 PER_LAYER = ("scan", "vmap")
 CARRIED = (*PER_LAYER, "remat")
 # Branches and derivatives must return the same structure whichever way they run; nothing is observed inside.
@@ -43,9 +45,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-_lock = threading.Lock()
-_users = 0
-_originals: dict[str, Callable[..., Any]] = {}
 
 
 @contextlib.contextmanager
@@ -53,34 +52,11 @@ def carrying(carrier: Carrier) -> Iterator[None]:
     """Makes lifted transforms carry `carrier.collection` while the block runs, in this thread only."""
     previous = _active.carriers
     _active.carriers = (*previous, carrier)
-    _install()
     try:
-        yield
+        with patched([(lift, "pack", _make_pack), (lift, "_split_in_out_axes", _make_split)]):
+            yield
     finally:
-        _uninstall()
         _active.carriers = previous
-
-
-def _install() -> None:
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            for name, make in (("pack", _make_pack), ("_split_in_out_axes", _make_split)):
-                original = getattr(lift, name, None)
-                if original is not None:
-                    _originals[name] = original
-                    setattr(lift, name, make(original))
-
-
-def _uninstall() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        if _users == 0:
-            for name, original in _originals.items():
-                setattr(lift, name, original)
-            _originals.clear()
 
 
 def _make_split(original: Callable[..., Any]) -> Callable[..., Any]:

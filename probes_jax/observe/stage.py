@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from probes_jax.observe.flow import UNKNOWN, Mark, Scaled, Uniform, flow
@@ -154,6 +155,6 @@ def _output(stage: Stage, size: float) -> float:
     update, params = np.float32(size), np.float32(1.0)
     closed = jax.make_jaxpr(lambda u, p: stage.update(u, stage.init(p), p)[0])(update, params)
     # A hyperparameter that is traced (optax.inject_hyperparams around a whole chain) stands in as one half.
-    consts = [np.full(c.shape, 0.5, c.dtype) if isinstance(c, jax.core.Tracer) else c for c in closed.consts]
+    consts = [np.full(c.shape, 0.5, c.dtype) if isinstance(c, Tracer) else c for c in closed.consts]
     with jax.ensure_compile_time_eval():
         return float(core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, consts))(update, params)[0])

@@ -14,6 +14,9 @@ from probes_jax.spec.plan import Plan
 from probes_jax.spec.registry import Registry
 
 
+_OTHER = "loss/group/other/"  # tokens of no group of the plan; shown once there were any
+
+
 @dataclasses.dataclass(frozen=True)
 class Signal:
     """One row of the first screen.
@@ -49,7 +52,9 @@ def first_screen(run: History, plan: Plan | None = None, registry: Registry = RE
     """
     plan = find_plan(run.manifest()) if plan is None else plan
     names = run.names()
-    return [_signal(run, name, spec, plan) for name, spec in _signals(names, registry)]
+    found = [_signal(run, name, spec, plan) for name, spec in _signals(names, registry)]
+    nobody = any(row.name == _OTHER + "mean" and row.state is State.NO_DATA for row in found)
+    return [row for row in found if not (nobody and row.name.startswith(_OTHER))]
 
 
 def _signals(names: list[str], registry: Registry) -> Iterator[tuple[str, MetricSpec]]:

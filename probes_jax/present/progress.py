@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PAIRS = 3  # signals side by side
+_LAST_STEPS = 30.0  # seconds to wait for them at the end
 _PER_SECOND = 2  # redraws; each takes the training thread's time, too
 
 
 class _Source(Protocol):
     @property
     def latest(self) -> Readings | None: ...
+    def flush(self, limit: float = ...) -> bool: ...
 
 
 class LatestSignals:
@@ -85,7 +87,7 @@ class LiveSignals:
     In a terminal it is redrawn in place; anywhere else a line is printed now and then.
 
     Args:
-        recorder: Has `latest`.
+        recorder: The recorder; its `latest` is shown, and at the end it is flushed once.
         plan: Thresholds, for the colours.
         total: Steps of the whole run.
         console: Where to; standard output by default.
@@ -113,6 +115,7 @@ class LiveSignals:
         self._every, self._clock = every, clock
         self._next = clock()
         self._total = total
+        self._said: int | None = None  # the step of the last line
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, auto_refresh=False)
         self._task = self._bar.add_task("training", total=total)
@@ -123,10 +126,13 @@ class LiveSignals:
             self._live.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:  # the device is still at work on the last steps
+            self._recorder.flush(_LAST_STEPS)
+            self.update()
         if self._console.is_terminal:
             self._live.stop()
-        elif self._signals.step is not None:
+        elif self._signals.step != self._said:
             self._say()
 
     def update(self) -> None:
@@ -140,6 +146,7 @@ class LiveSignals:
         if self._signals.step is None:
             self._next = self._clock()  # nothing has come back yet: say it as soon as something has
             return
+        self._said = self._signals.step
         texts = {name: text for name, text, _ in self._signals.texts()}
         shown = [f"{name} {texts[name]}" for name in ("loss/mean", "grad/norm", "grad/clip_rate") if name in texts]
         troubles = [f"{name} {text}" for name, text, state in self._signals.texts() if state is State.ALERT]

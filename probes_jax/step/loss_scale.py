@@ -1,7 +1,7 @@
 """Loss scaling: the factor that keeps small gradients of a low-precision backward pass from rounding to zero.
 
-The behaviour is that of torch's `GradScaler` and, but for one step, of `flax.training.dynamic_scale.DynamicScale`. Flax's
-own cannot be used here: it owns `value_and_grad`, while a step accumulates microbatches and unscales once; it grows one
+The behaviour is that of torch's `GradScaler` and, but for one step, of `flax.training.dynamic_scale.DynamicScale`. That
+one cannot be used here: it owns `value_and_grad`, while a step accumulates microbatches and unscales once; it grows one
 step later than its interval says, has no upper bound short of overflow, and does not count its drops.
 """
 
@@ -60,9 +60,8 @@ class LossScale:
         if self.factor <= 1:
             raise ValueError(f"LossScale factor must be greater than 1, got {self.factor!r}")
         if not self.minimum <= self.initial <= self.maximum:
-            raise ValueError(
-                f"LossScale needs minimum <= initial <= maximum, got {self.minimum!r}, {self.initial!r}, {self.maximum!r}"
-            )
+            got = f"{self.minimum!r}, {self.initial!r}, {self.maximum!r}"
+            raise ValueError(f"LossScale needs minimum <= initial <= maximum, got {got}")
 
 
 class LossScaleState(NamedTuple):
@@ -99,7 +98,7 @@ def init_loss_scale(settings: LossScale | None) -> LossScaleState:
 
 
 def update_loss_scale(settings: LossScale | None, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-    """The scale for the next step: divided by `factor` after a non-finite gradient, multiplied after enough finite ones.
+    """The next step's scale: divided by `factor` after a non-finite gradient, multiplied after enough finite ones.
 
     Args:
         settings: The settings; static or None: the state stays as it is.

@@ -88,7 +88,10 @@ def test_updates_equal_optax_with_x64():
     ("stages", "extra_args"),
     [
         ((("polyak", optax.scale_by_polyak()), ("lr", optax.scale(0.5))), {"value": jnp.float32(2.0)}),
-        ((("sgd", optax.sgd(0.1)), ("plateau", optax.contrib.reduce_on_plateau(patience=1))), {"value": jnp.float32(1.0)}),
+        (
+            (("sgd", optax.sgd(0.1)), ("plateau", optax.contrib.reduce_on_plateau(patience=1))),
+            {"value": jnp.float32(1.0)},
+        ),
         ((("lr", optax.scale(-0.5)),), {"unused": jnp.float32(1.0)}),
     ],
     ids=["polyak", "plateau", "ignored"],
@@ -156,7 +159,9 @@ def test_scan(name):
     expected, update = tx.init(params), jax.jit(tx.update)
     for step in range(4):
         _, expected = update(gradients(params, step), expected, params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5, atol=1e-6), state, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5, atol=1e-6), state, expected
+    )
 
 
 def test_l144_rate_is_read_before_the_count_is_raised():
@@ -190,18 +195,29 @@ def test_stamp_stands_still_when_the_update_is_dropped():
 
 RATE_CASES = {
     "schedule_and_sign": ([("s", optax.scale_by_schedule(lambda c: 0.25)), ("minus", optax.scale(-1.0))], 0.25),
-    "product": ([("adam", optax.scale_by_adam()), ("half", optax.scale(0.5)), ("lr", optax.scale_by_learning_rate(0.5))], 0.25),
+    "product": (
+        [("adam", optax.scale_by_adam()), ("half", optax.scale(0.5)), ("lr", optax.scale_by_learning_rate(0.5))],
+        0.25,
+    ),
     "unscale_before_adam": (
         [("unscale", optax.scale(1 / 128)), ("adam", optax.scale_by_adam()), ("lr", optax.scale_by_learning_rate(0.5))],
         0.5,
     ),
     "sgd_with_gradient_scale": (
-        [("half", optax.scale(0.5)), ("clip", optax.clip_by_global_norm(1.0)), ("lr", optax.scale_by_learning_rate(0.5))],
+        [
+            ("half", optax.scale(0.5)),
+            ("clip", optax.clip_by_global_norm(1.0)),
+            ("lr", optax.scale_by_learning_rate(0.5)),
+        ],
         0.25,
     ),
     "rate_before_momentum": ([("lr", optax.scale_by_learning_rate(0.5)), ("momentum", optax.trace(0.9))], 0.5),
     "clip_after_rate": (
-        [("adam", optax.scale_by_adam()), ("lr", optax.scale_by_learning_rate(0.5)), ("clip", optax.clip_by_global_norm(0.1))],
+        [
+            ("adam", optax.scale_by_adam()),
+            ("lr", optax.scale_by_learning_rate(0.5)),
+            ("clip", optax.clip_by_global_norm(0.1)),
+        ],
         0.5,
     ),
     "decay_after_rate": (
@@ -226,7 +242,9 @@ def test_rate_is_the_product_of_the_scalings_that_reach_the_parameters(name):
 
 
 def test_rate_of_plateau_follows_the_loss():
-    tx = chain(("lr", optax.scale_by_learning_rate(1.0)), ("plateau", optax.contrib.reduce_on_plateau(factor=0.5, patience=1)))
+    tx = chain(
+        ("lr", optax.scale_by_learning_rate(1.0)), ("plateau", optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
+    )
     params, rates = make_params(), []
     state = tx.init(params)
     for _ in range(4):
@@ -237,7 +255,13 @@ def test_rate_of_plateau_follows_the_loss():
 
 
 @pytest.mark.parametrize(
-    "stage", [optax.identity(), optax.scale_by_adam(), optax.adamw(1e-3), optax.masked(optax.scale(0.1), {"a": True, "b": False})]
+    "stage",
+    [
+        optax.identity(),
+        optax.scale_by_adam(),
+        optax.adamw(1e-3),
+        optax.masked(optax.scale(0.1), {"a": True, "b": False}),
+    ],
 )
 def test_no_rate_without_a_scaling_stage(stage):
     _, state = run(chain(("only", stage)), make_params(), steps=2)
@@ -246,7 +270,10 @@ def test_no_rate_without_a_scaling_stage(stage):
 
 
 def test_a_rate_changed_by_hand_is_the_rate_read():
-    tx = chain(("adam", optax.scale_by_adam()), ("lr", optax.inject_hyperparams(optax.scale_by_learning_rate)(learning_rate=0.5)))
+    tx = chain(
+        ("adam", optax.scale_by_adam()),
+        ("lr", optax.inject_hyperparams(optax.scale_by_learning_rate)(learning_rate=0.5)),
+    )
     params = make_params()
     state = tx.init(params)
     state.stages[1].hyperparams["learning_rate"] = jnp.float32(0.125)
@@ -256,7 +283,11 @@ def test_a_rate_changed_by_hand_is_the_rate_read():
 
 def test_chain_built_from_traced_hyperparameters():
     def make(learning_rate, scale):
-        return chain(("s", optax.scale(scale)), ("adam", optax.scale_by_adam()), ("lr", optax.scale_by_learning_rate(learning_rate)))
+        return chain(
+            ("s", optax.scale(scale)),
+            ("adam", optax.scale_by_adam()),
+            ("lr", optax.scale_by_learning_rate(learning_rate)),
+        )
 
     tx = optax.inject_hyperparams(make)(learning_rate=WARM_UP, scale=0.01)
     params = make_params()
@@ -317,7 +348,11 @@ def test_is_an_optax_transformation_that_knows_its_stages():
         ((optax.scale(1.0),), TypeError, r'argument 1 .*write \("name", transformation\)'),
         (((optax.scale(1.0), "lr"),), TypeError, "name comes first"),
         ((("lr", "adam"),), TypeError, "name comes first"),
-        (([("a", optax.scale(1.0)), ("b", optax.scale(1.0)), ("c", optax.scale(1.0))],), TypeError, r"chain\(\*pairs\)"),
+        (
+            ([("a", optax.scale(1.0)), ("b", optax.scale(1.0)), ("c", optax.scale(1.0))],),
+            TypeError,
+            r"chain\(\*pairs\)",
+        ),
         ((("a", optax.scale(1.0), 3),), TypeError, "must be a pair"),
         (("lr",), TypeError, "must be a pair"),
         ((("a", optax.scale_by_adam),), TypeError, "call it"),

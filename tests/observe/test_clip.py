@@ -136,7 +136,10 @@ def test_l034_frozen_leaves_count_unless_they_are_zeroed_before():
     rest = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, labels)
     grads = {"a": jnp.float32([3.0, 0.0, 0.0]), "b": jnp.float32([[40.0, 0.0], [0.0, 0.0]])}
     clip = ("clip", optax.clip_by_global_norm(5.0))
-    for tx, counts, norm in ((chain(FREEZE, clip, RATE), False, 3.0), (chain(clip, ("rest", rest)), True, np.hypot(3, 40))):
+    for tx, counts, norm in (
+        (chain(FREEZE, clip, RATE), False, 3.0),
+        (chain(clip, ("rest", rest)), True, np.hypot(3, 40)),
+    ):
         probe, _ = find_clip(tx, PARAMS)
         assert probe.counts_frozen == counts
         updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)

@@ -38,7 +38,9 @@ FROZEN = {
     "injected": optax.inject_hyperparams(lambda learning_rate: optax.chain(FREEZE, optax.adam(learning_rate)))(
         learning_rate=optax.linear_schedule(0.0, 0.1, 2)
     ),
-    "times_zero": optax.chain(optax.stateless(lambda u, p: {**u, "trunk": jax.tree.map(lambda x: x * 0.0, u["trunk"])}), optax.sgd(0.1)),
+    "times_zero": optax.chain(
+        optax.stateless(lambda u, p: {**u, "trunk": jax.tree.map(lambda x: x * 0.0, u["trunk"])}), optax.sgd(0.1)
+    ),
 }
 TRAINED = {
     "adam": optax.adam(1e-2),
@@ -79,13 +81,19 @@ def test_moving_leaves_are_not_frozen(name):
 def test_from_shapes_alone_with_no_computation():
     shapes = jax.eval_shape(lambda: PARAMS)
     assert frozen_leaves(FROZEN["freeze_first"], shapes) == TRUNK
-    huge = {"head": jax.ShapeDtypeStruct((3,), jnp.float32), "trunk": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.bfloat16)}
+    huge = {
+        "head": jax.ShapeDtypeStruct((3,), jnp.float32),
+        "trunk": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.bfloat16),
+    }
     mask = {"head": False, "trunk": True}
     assert frozen_leaves(optax.chain(optax.freeze(mask), optax.adam(1e-2)), huge) == mask
 
 
 def test_l034_trained_and_frozen_norms_stand_apart():
-    grads = {"head": jnp.float32([3.0, 0.0, 0.0]), "trunk": {"w": jnp.zeros((2, 2)).at[0, 0].set(40.0), "b": jnp.zeros(2)}}
+    grads = {
+        "head": jnp.float32([3.0, 0.0, 0.0]),
+        "trunk": {"w": jnp.zeros((2, 2)).at[0, 0].set(40.0), "b": jnp.zeros(2)},
+    }
     frozen = frozen_leaves(FROZEN["multi_transform"], PARAMS)
 
     def norm(of_frozen):

@@ -24,7 +24,9 @@ def injected():
 OPTIMIZERS = {
     "chain": ours,
     "inject": injected,
-    "inject_chain": lambda: optax.inject_hyperparams(lambda learning_rate: chain(("lr", optax.scale(learning_rate))))(WARM_UP),
+    "inject_chain": lambda: optax.inject_hyperparams(lambda learning_rate: chain(("lr", optax.scale(learning_rate))))(
+        WARM_UP
+    ),
     "stage_injects": lambda: chain(("all", injected())),
     "inside_optax_chain": lambda: optax.chain(optax.zero_nans(), ours()),
     "inject_inside": lambda: optax.chain(optax.clip_by_global_norm(1.0), injected()),

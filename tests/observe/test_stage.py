@@ -85,7 +85,9 @@ def test_scalings_are_found_and_multiply_arrays_by_their_factor(name):
         factor = np.float64(scale_factor(stage, state, extra_args))
         updates, state = stage.update(params, state, params, **extra_args)
         for key, leaf in params.items():  # the slow form: what the stage did to every element
-            np.testing.assert_allclose(np.float64(updates[key]), factor * np.float64(leaf), rtol=8e-3 if name == "cast" else 1e-6)
+            np.testing.assert_allclose(
+                np.float64(updates[key]), factor * np.float64(leaf), rtol=8e-3 if name == "cast" else 1e-6
+            )
 
 
 @pytest.mark.parametrize("name", NOT_SCALINGS)

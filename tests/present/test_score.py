@@ -30,7 +30,9 @@ def _slow(values, present, plan):
     return out
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(window=5, min_history=2), Plan(window=8, min_history=3, deviation_floor=0.1)])
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(window=5, min_history=2), Plan(window=8, min_history=3, deviation_floor=0.1)]
+)
 def test_same_as_the_definition(plan):
     random = np.random.default_rng(0)
     values = np.exp(random.normal(0, 0.05, 400))
@@ -70,7 +72,10 @@ def test_one_value_changes_the_floor_decides():
 
 def test_plan_of_a_run():
     plan = Plan(groups=("code",), theta=4.5, window=64, min_history=8, deviation_floor=1e-5)
-    for said in (repr(plan), {"theta": 4.5, "window": 64, "min_history": 8, "deviation_floor": 1e-5, "groups": ["code"]}):
+    for said in (
+        repr(plan),
+        {"theta": 4.5, "window": 64, "min_history": 8, "deviation_floor": 1e-5, "groups": ["code"]},
+    ):
         found = find_plan({"attempts": [{"plan": "Plan(theta=1.0)"}, {"plan": said}]})
         assert (found.theta, found.window, found.min_history, found.deviation_floor) == (4.5, 64, 8, 1e-5)
     assert find_plan({"attempts": [{"plan": None}]}) == Plan()

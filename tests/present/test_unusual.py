@@ -104,7 +104,10 @@ def test_text_of_a_trouble_without_a_place():
 def test_the_screen_prints_both_parts():
     from rich.console import Console
 
-    for series, said in ((QUIET, "What was unusual: nothing"), (QUIET | {"alert/co_spike": [1.0, 0.0, 0.0]}, "  - co-spike")):
+    for series, said in (
+        (QUIET, "What was unusual: nothing"),
+        (QUIET | {"alert/co_spike": [1.0, 0.0, 0.0]}, "  - co-spike"),
+    ):
         out = io.StringIO()
         print_screen(FakeRun(series), Console(file=out, width=120))
         assert "First screen, step 2" in out.getvalue()

@@ -35,7 +35,9 @@ def slow(settings, history):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("settings", [SMALL, LossScale(initial=2.0**10, growth_interval=1, factor=4.0)], ids=["small", "fast"])
+@pytest.mark.parametrize(
+    "settings", [SMALL, LossScale(initial=2.0**10, growth_interval=1, factor=4.0)], ids=["small", "fast"]
+)
 def test_follows_the_slow_form(settings, seed):
     history = np.random.default_rng(seed).random(60) < (0.4, 0.8, 1.0, 0.0)[seed]
 
@@ -129,7 +131,9 @@ def test_differs_from_flax_only_in_when_it_grows():
     theirs = DynamicScale(growth_interval=3, scale=8.0, minimum_scale=2.0)
     state, pairs = init_loss_scale(SMALL), []
     for finite in (True, True, False, False, False, True, True, True, True):
-        theirs = theirs.value_and_grad(lambda x, ok=finite: x * (1.0 if ok else jnp.nan))(jnp.float32(1.0)).dynamic_scale
+        theirs = theirs.value_and_grad(lambda x, ok=finite: x * (1.0 if ok else jnp.nan))(
+            jnp.float32(1.0)
+        ).dynamic_scale
         state = update_loss_scale(SMALL, state, jnp.bool_(finite))
         pairs.append((float(state.scale), float(theirs.scale)))
     assert pairs == [(8, 8), (8, 8), (4, 4), (2, 2), (2, 2), (2, 2), (2, 2), (4, 2), (4, 4)]

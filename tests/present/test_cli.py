@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from probes_jax.host.store import StoreSink
+from probes_jax.present.cli import main
+from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.plan import Plan
+from probes_jax.spec.readings import Readings
+
+
+def _refuse(token):
+    raise AssertionError(f"not strict JSON: {token}")
+
+
+def _run(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def _record(folder, losses):
+    sink = StoreSink(folder, plan=Plan(theta=5.0))
+    names = ("loss/mean", "loss/spike/score", "alert/co_spike")
+    for step, (loss, score) in enumerate(losses):
+        sink.write(Readings(step, "light", names, np.array([loss, score, 0.0]), np.ones(3, bool)))
+    sink.close()
+
+
+def test_metrics_as_json_is_strict_and_complete(capsys):
+    assert main(["metrics", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out, parse_constant=_refuse)
+    assert [entry["name"] for entry in entries] == [spec.name for spec in REGISTRY]
+    for entry in entries:
+        assert entry["priority"] in ("P0", "P1", "P2")
+        assert all(isinstance(value, str) and value for value in entry.values())
+
+
+def test_metrics_by_name(capsys):
+    assert main(["metrics", "--json", "loss/group/code/mean", "grad/norm"]) == 0
+    names = [entry["name"] for entry in json.loads(capsys.readouterr().out)]
+    assert names == ["loss/group/{group}/mean", "grad/norm"]
+
+
+def test_metrics_as_a_table(capsys):
+    assert main(["metrics"]) == 0
+    out = capsys.readouterr().out
+    assert "loss/mean" in out and "nat/token" in out and "P0" in out
+
+
+def test_an_unknown_metric_is_wrong_use(capsys):
+    assert main(["metrics", "nothing/like/it"]) == 2
+    assert "no metric 'nothing/like/it'" in capsys.readouterr().err
+
+
+def test_screen_of_a_recorded_run(tmp_path, capsys):
+    _record(tmp_path / "run", [(2.0, 0.0), (2.0, 5.5), (float("nan"), float("inf"))])
+    assert main(["screen", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    row = next(line.split() for line in out.splitlines() if line.strip().startswith("loss/mean"))
+    assert row == ["loss/mean", "NaN", "nat/token", "alert", "1"]
+    assert "spike of loss/mean at steps 1-2 (worst score inf at 2, threshold 5)" in out
+
+
+def test_screen_of_no_run_says_so_in_one_line(tmp_path, capsys):
+    assert main(["screen", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("probes screen: no run in") and error.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    from probes_jax import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["screen"], ["metrics", "--json", "--markdown"]])
+def test_wrong_use(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+
+
+def test_as_a_module():
+    done = _run("-m", "probes_jax", "metrics", "--json", "loss/mean")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)[0]["name"] == "loss/mean"
+
+
+def test_reading_a_run_imports_neither_jax_nor_tensorflow(tmp_path):
+    """The command must start at once, also where no JAX is installed."""
+    _record(tmp_path / "run", [(2.0, 0.0)])
+    program = (
+        "import sys; from probes_jax.present.cli import main; import probes_jax.present.progress;"
+        f"main(['screen', {str(tmp_path / 'run')!r}]); main(['metrics']);"
+        "bad = [m for m in ('jax', 'flax', 'optax', 'tensorflow', 'clu') if m in sys.modules]; assert not bad, bad"
+    )
+    done = _run("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_needs_no_table_no_numpy():
+    program = (
+        "import sys; from probes_jax.present.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "bad = [m for m in ('numpy', 'rich', 'tensorstore') if m in sys.modules]; assert not bad, bad"
+    )
+    done = _run("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert "exit code" in done.stdout
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = f"{sys.executable} -m probes_jax metrics --markdown | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from probes_jax.present.progress import LatestSignals, LiveSignals
+from probes_jax.present.state import State
+from probes_jax.spec.plan import Plan
+from probes_jax.spec.readings import Readings
+
+LIGHT = ("loss/mean", "grad/norm", "loss/spike/score", "grad/abs_mean", "alert/co_spike")
+FULL = (*LIGHT, "act/abs_max")
+
+
+def _readings(step, values, names=LIGHT):
+    filled = [math.nan if value is None else value for value in values]
+    return Readings(step, "light", names, np.array(filled), np.array([value is not None for value in values]))
+
+
+class _Recorder:
+    latest: Readings | None = None
+    late: Readings | None = None  # what comes only when one waits for it
+
+    def flush(self, limit=60.0):
+        self.latest = self.late or self.latest
+        return True
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_only_signals_are_shown():
+    latest = LatestSignals(Plan())
+    latest.see(_readings(0, [2.0, 1.0, None, 0.1, 0.0]))
+    assert latest.texts() == [
+        ("loss/mean", "2.000", State.OK),
+        ("grad/norm", "1.000", State.OK),
+        ("alert/co_spike", "0", State.OK),
+    ]
+
+
+def test_nothing_and_the_same_step_are_ignored():
+    latest = LatestSignals(Plan())
+    latest.see(None)
+    assert latest.step is None and latest.texts() == []
+    latest.see(_readings(3, [2.0, 1.0, None, 0.1, 0.0]))
+    latest.see(_readings(3, [9.0, 9.0, None, 0.1, 0.0]))
+    assert latest.values["loss/mean"][0] == 2.0
+
+
+def test_a_rare_signal_keeps_its_value_and_an_absent_one_does_not_become_zero():
+    latest = LatestSignals(Plan())
+    latest.see(_readings(0, [2.0, 1.0, None, 0.1, None, 7.0], FULL))
+    latest.see(_readings(1, [None, 1.5, None, 0.1, None]))
+    shown = {name: text for name, text, _ in latest.texts()}
+    assert shown == {"loss/mean": "2.000", "grad/norm": "1.500", "act/abs_max": "7.000"}
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "state"),
+    [
+        ([2.0, 1.0, 6.5, 0.1, 0.0], "loss/mean", State.ALERT),
+        ([2.0, 1.0, 4.0, 0.1, 0.0], "loss/mean", State.WATCH),
+        ([2.0, math.nan, 0.0, 0.1, 0.0], "grad/norm", State.ALERT),
+        ([2.0, 1.0, 0.0, 0.1, 1.0], "alert/co_spike", State.ALERT),
+        ([2.0, 1.0, 0.0, 0.1, 0.0], "loss/mean", State.OK),
+    ],
+)
+def test_states(values, name, state):
+    latest = LatestSignals(Plan())
+    latest.see(_readings(0, values))
+    assert latest.values[name][1] is state
+
+
+def test_plain_lines_are_few_and_the_last_step_is_said():
+    out, clock, recorder = io.StringIO(), _Clock(), _Recorder()
+    console = Console(file=out, width=120, force_terminal=False)
+    with LiveSignals(recorder, Plan(), total=40, console=console, every=10.0, clock=clock) as live:
+        for step in range(40):
+            if step >= 2:  # the device needs a while
+                recorder.latest = _readings(step - 2, [2.0, 1.0, 7.0 if step == 14 else 0.0, 0.1, 0.0])
+            live.update()
+            clock.now += 1.0
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "step 1/40  loss/mean 2.000  grad/norm 1.000",
+        "step 11/40  loss/mean 2.000  grad/norm 1.000",
+        "step 21/40  loss/mean 2.000  grad/norm 1.000",
+        "step 31/40  loss/mean 2.000  grad/norm 1.000",
+        "step 38/40  loss/mean 2.000  grad/norm 1.000",
+    ]
+
+
+def test_the_last_steps_are_waited_for_unless_an_error_ends_the_run():
+    for error, expected in (
+        (None, ["step 1/9  loss/mean 2.000", "step 9/9  loss/mean 3.000"]),
+        (KeyboardInterrupt, ["step 1/9  loss/mean 2.000"]),
+    ):
+        out, recorder = io.StringIO(), _Recorder()
+        try:
+            with LiveSignals(recorder, Plan(), total=9, console=Console(file=out, force_terminal=False)) as live:
+                recorder.latest = _readings(0, [2.0], ("loss/mean",))
+                recorder.late = _readings(8, [3.0], ("loss/mean",))
+                live.update()
+                if error:
+                    raise error
+        except KeyboardInterrupt:
+            pass
+        assert out.getvalue().splitlines() == expected
+
+
+def test_an_alert_stands_in_the_plain_line():
+    out, recorder = io.StringIO(), _Recorder()
+    with LiveSignals(recorder, Plan(), total=1, console=Console(file=out, force_terminal=False)) as live:
+        recorder.latest = _readings(0, [2.0, math.inf, 0.0, 0.1, 0.0])
+        live.update()
+    assert "ALERT grad/norm inf" in out.getvalue()
+
+
+def test_in_a_terminal_the_bar_and_all_signals_are_drawn():
+    out, recorder = io.StringIO(), _Recorder()
+    console = Console(file=out, width=120, force_terminal=True)
+    with LiveSignals(recorder, Plan(), total=8, console=console) as live:
+        recorder.latest = _readings(3, [2.0, 1.0, 0.0, 0.1, 0.0, 7.0], FULL)
+        live.update()
+    last = out.getvalue()
+    assert "4/8" in last and "act/abs_max" in last and "7.000" in last
+
+
+def test_a_run_without_a_step_prints_nothing():
+    out = io.StringIO()
+    with LiveSignals(_Recorder(), Plan(), total=8, console=Console(file=out, force_terminal=False)):
+        pass
+    assert out.getvalue() == ""

@@ -46,7 +46,7 @@ docs: $(VENV)/.runtime ## write the metric reference again from the registry
 	@cp $(VENV)/metrics.md $(REFERENCE) && echo "wrote $(REFERENCE)"
 
 bench: $(VENV)/.dev ## measure what docs/performance.md reports
-	$(RUN) benchmarks/run.py $(ARGS)
+	$(RUN) -m benchmarks.run $(ARGS)
 
 pins: ## resolve the pinned requirements again (needs uv)
 	@for pair in 3.11 3.12; do \

@@ -124,7 +124,7 @@ def finish(console, folder: Path) -> None:
     try:
         run = pj.open_run(folder)
     except FileNotFoundError:
-        console.print("No step was finished, so nothing was recorded.")
+        console.print("Nothing was recorded: no step was finished, or PROBES_JAX=off is set.")
         return
     print_screen(run, console)
     console.print(f"The run is in {folder}:", markup=False)

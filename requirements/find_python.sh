@@ -43,10 +43,10 @@ candidates() {
 
 seen=
 without_venv=
+found=$(candidates)
 IFS='
 '
-for candidate in $(candidates); do
-    IFS=' '
+for candidate in $found; do
     answer=$(describe "$candidate")
     version=${answer%% *}
     case $answer in

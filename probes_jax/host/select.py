@@ -5,7 +5,7 @@ tags whose names are the same in every run:
 
     loss/mean, grad/norm, act/abs_max, ...        everything whose name is not one of a family of layers or shards
     top/act/abs_max/1 .. top/act/abs_max/5        the five largest layers, worst first
-    top/act/abs_max/layers                        text: which layers these are, written when it changes
+    top/act/abs_max/layers                        text: which layers these are
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Selection:
             raise ValueError(f"worst must be 0 (no layers) or more, got {worst}")
         self._worst, self._registry = worst, registry
         self._cache: dict[int, _Columns] = {}
-        self._said: dict[str, str] = {}
 
     def __call__(self, readings: Readings) -> Selected:
         """Scalars and texts of one step; absent metrics are left out."""
@@ -93,8 +92,8 @@ class Selection:
             for place, index in enumerate(order, 1):
                 scalars[f"{ranking.tag}/{place}"] = float(values[ranking.columns[index]])
             text = "\n".join(f"{place}. `{ranking.layers[index]}`" for place, index in enumerate(order, 1))
-            if text and text != self._said.get(ranking.tag):
-                texts[f"{ranking.tag}/layers"] = self._said[ranking.tag] = text
+            if text:
+                texts[f"{ranking.tag}/layers"] = text
         return Selected(scalars, texts)
 
     def _order(self, values: np.ndarray, present: np.ndarray) -> list[int]:
@@ -105,7 +104,7 @@ class Selection:
 
     def _columns(self, names: tuple[str, ...]) -> _Columns:
         found = self._cache.get(id(names))  # one tuple object per layout: comparing thousands of names costs more
-        if found is None or found.names is not names:
+        if found is None:
             many = {name: i for i, name in enumerate(names) if _per_layer(name, self._registry)}
             group = np.array([i for i, name in enumerate(names) if name not in many], dtype=np.intp)
             rankings = (_ranking(family, stats, many) for family, stats in RANKED)

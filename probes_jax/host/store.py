@@ -203,6 +203,7 @@ class StoreSink:
         self._told: int | None = None  # the first step that the attempt's entry says
         self._events = 0
         self._series: dict[str, _Series] = {}
+        # By program and id of the names; the names are kept, so that their id cannot come back as another tuple.
         self._recent: dict[tuple[str, int], tuple[tuple[str, ...], _Series]] = {}
 
     def write(self, readings: Readings) -> None:
@@ -262,7 +263,7 @@ class StoreSink:
     def _find(self, readings: Readings) -> _Series:
         """The open series of these columns. By identity first: comparing thousands of names costs more."""
         recent = self._recent.get((readings.program, id(readings.names)))
-        if recent is not None and recent[0] is readings.names:
+        if recent is not None:
             return recent[1]
         key = f"{readings.program}-{columns_key(readings.names)}"
         series = self._series.get(key) or _Series(readings.names, self._registry, self._rows)
@@ -278,9 +279,10 @@ class StoreSink:
         if series.arrays is None:
             columns = columns_key(series.names)
             store.create(f"entries/columns/{columns}.json", columns_entry(series.names, series.registry))
-            series.arrays = SeriesArrays.create(store, path, len(series.names), series.block.rows)
+            arrays = SeriesArrays.create(store, path, len(series.names), series.block.rows)
             program = key.rsplit("-", 1)[0]
             store.write(f"entries/series/{attempt}/{key}.json", {"program": program, "columns": columns, "path": path})
+            series.arrays = arrays
         filled = series.block.filled
         series.arrays.write(series.block)
         series.block.saved = filled
@@ -294,6 +296,11 @@ class StoreSink:
         store = self._open()
         if self._attempt is None:
             store.create("entries/run.json", {"format": FORMAT, "created": self._clock()})
+            found = store.read("entries/run.json")["format"]
+            if found != FORMAT:
+                raise ValueError(
+                    f"run {self._root!r} has format {found}, this version writes {FORMAT}; use another folder"
+                )
             taken = [int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in store.keys("entries/attempts/")]
             number = max(taken, default=0) + 1
             while not store.create(f"entries/attempts/{number_key(number)}.json", self._definition()):

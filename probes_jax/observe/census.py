@@ -29,6 +29,7 @@ class Visit:
         method: Name of the method.
         leaves: Paths of the float arrays in its output.
         reason: Why no value can come back, and what to do; None when one should.
+        record: The value itself where nothing stands between the module and the loss function.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class Visit:
     method: str
     leaves: tuple[str, ...]
     reason: str | None = None
+    record: Record | None = None
 
     @property
     def key(self) -> Key:
@@ -94,7 +96,10 @@ def _pair(
 ) -> Iterator[tuple[Visit, Record | None]]:
     for visit in visits:
         waiting = records.get(visit.key)
-        yield visit, waiting.popleft() if visit.reason is None and waiting else None
+        if visit.record is not None or visit.reason is not None or not waiting:
+            yield visit, visit.record
+        else:
+            yield visit, waiting.popleft()
     for (path, _, _), waiting in records.items():  # from a block traced once and used several times
         for record in waiting:
             yield Visit(path, record.class_name, record.method, tuple(record.values)), record

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from probes_jax.observe.chain import Chain, ChainState
-from probes_jax.observe.flow import ZERO
 from probes_jax.observe.frozen import frozen_leaves
+from probes_jax.observe.marks import ZERO
 from probes_jax.observe.stage import Stage, ignores_parameters, is_scaling, scale_factor, stage_factors
 
 _LARGE = 1e15  # larger than any threshold, and its square is finite in float32

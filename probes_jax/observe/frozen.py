@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from probes_jax.observe.flow import UNKNOWN, ZERO, Mark, flow, join
+from probes_jax.observe.flow import flow
+from probes_jax.observe.marks import UNKNOWN, ZERO, Mark, join
 from probes_jax.observe.stage import Transformation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,9 +15,9 @@ from flax.core import meta, tracers, unfreeze
 from flax.core.scope import DenyList, in_filter, union_filters
 from flax.linen import module as linen_module
 
+from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
 from probes_jax.observe.census import settle
-from probes_jax.observe.linen_attribute import LinenAttribute, holds_module
 from probes_jax.observe.linen_recorder import FLAG, OUTSIDE, LinenRecorder
 from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
@@ -127,24 +127,26 @@ class LinenBound(Bound):
         if name.startswith("_"):
             raise AttributeError(name)
         module = self._binding.wrapped
-        static = inspect.getattr_static(type(module), name, None)
-        attribute = LinenAttribute(self._call_attribute, self._read_attribute, (name,))
+        attribute = Attribute(self._call_part, self._read_part, _follows, (name,))
         if name in type(module).__dataclass_fields__:
             value = getattr(module, name)
-        elif name in nn.Module.__dict__ and not isinstance(static, property):
-            value = getattr(module, name)
-        elif inspect.isfunction(static):
+            return attribute if _follows(value) else value
+        static = inspect.getattr_static(type(module), name, None)
+        if name in nn.Module.__dict__ and not isinstance(static, property):
+            return getattr(module, name)
+        if inspect.isfunction(static):
             return lambda *args, **kwargs: self(*args, method=name, **kwargs)
-        else:
-            value = attribute.read()
-        return attribute if holds_module(value) else value
+        return attribute.resolve()
 
-    def _call_attribute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_part(self, reach: Reach, args: Any, kwargs: Any) -> Any:
+        def function(root: Any, *a: Any, **k: Any) -> Any:
+            return reach(root)(*a, **k)
+
         output, mutated, wanted = self._run(function, args, kwargs, root=False)
         return output if wanted is False else (output, mutated)
 
-    def _read_attribute(self, function: Callable[..., Any]) -> Any:
-        return self._run(function, (), {}, root=False, observe=False)[0]
+    def _read_part(self, reach: Reach) -> Any:
+        return self._run(reach, (), {}, root=False, observe=False)[0]
 
     def _run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, root: bool, observe: bool = True
@@ -248,6 +250,12 @@ class _Initializing(LinenBound):
 
     def _carry(self, mutated: Mapping[str, Any]) -> None:
         self.made = {name: value for name, value in mutated.items() if name not in NOT_STATE}
+
+
+def _follows(value: Any) -> bool:
+    """Whether a value is a module, a method of one, or a container of modules."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nn.Module))
+    return any(isinstance(leaf, nn.Module) or isinstance(getattr(leaf, "__self__", None), nn.Module) for leaf in leaves)
 
 
 def _parts(variables: Mapping[str, Any]) -> ModelParts:

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from flax.core import meta, unfreeze
 from flax.linen import spmd
 
+from probes_jax.observe.compare import check_arrays, some
 from probes_jax.observe.patch import patched
-
-_SHOWN = 5  # paths listed in an error
-
 
 def conform(old: Any, new: Any) -> Any:
     """`new` in the structure of `old`.
@@ -48,8 +46,8 @@ def check_variables(variables: Any, expected: Mapping[str, Any], dropped: tuple[
     whole = isinstance(given.get("params"), Mapping)
     if not whole and not set(given) & set(expected["params"]):
         raise ValueError(
-            f"variables has no 'params' (its keys: {_some(given)}); pass {{'params': ..., ...}}, or the parameters alone, "
-            f"with the keys {_some(expected['params'])}"
+            f"variables has no 'params' (its keys: {some(given)}); pass {{'params': ..., ...}}, or the parameters alone, "
+            f"with the keys {some(expected['params'])}"
         )
     given = {k: v for k, v in given.items() if k not in dropped} if whole else {"params": given}
     lacking = [name for name in expected if whole and name not in given and jax.tree.leaves(expected[name])]
@@ -59,37 +57,8 @@ def check_variables(variables: Any, expected: Mapping[str, Any], dropped: tuple[
             "to start it anew"
         )
     for name in (name for name in expected if name in given):
-        _compare(name, meta.unbox(given[name]), meta.unbox(expected[name]))
+        check_arrays(f"variables[{name!r}]", meta.unbox(given[name]), meta.unbox(expected[name]))
     return jax.tree.map(jnp.asarray, given)
-
-
-def _compare(collection: str, given: Any, expected: Any) -> None:
-    have, want = (_by_path(tree) for tree in (given, expected))
-    for what, paths in (
-        ("lacks", [p for p in want if p not in have]),
-        ("has, and the model does not,", [p for p in have if p not in want]),
-    ):
-        if paths:
-            raise ValueError(f"variables[{collection!r}] {what} {_some(paths)}; check that it belongs to this model")
-    wrong = [p for p in want if jnp.shape(have[p]) != want[p].shape]
-    if wrong:
-        path = wrong[0]
-        raise ValueError(
-            f"variables[{collection!r}]: {path} has shape {jnp.shape(have[path])}, the model makes {want[path].shape}"
-            + (f" ({len(wrong)} arrays differ)" if len(wrong) > 1 else "")
-        )
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    return {
-        "/".join(str(getattr(key, "key", key)) for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def _some(names: Any) -> str:
-    names = list(map(str, names))
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def specs_of(variables: Any) -> Any:

@@ -21,7 +21,7 @@ class Point:
         class_name: Class of the module.
         method: Name of the method.
         call: 0-based number of this call of this method of this module within one step.
-        leaf: Path inside the output; empty when the output is a single array.
+        leaf: Path inside the output; empty for its only float array.
         stack: Positions in `path` after which a layer index goes, outermost scan first.
         name: The name, with `[*]` for layer indices. Filled in when empty; not part of the identity.
 

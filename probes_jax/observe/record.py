@@ -50,11 +50,13 @@ class Record:
 
 
 def float_leaves(output: Any) -> dict[str, jax.Array]:
-    """The float arrays in any pytree, by their path in it (`""` for a plain array, `"h"`, `"0.k"`).
+    """The float arrays in any pytree, by their path in it (`"h"`, `"0.k"`); a single one has the path `""`.
+
+    A scanned layer returns `(x, None)` where its unrolled twin returns `x`: both have one float array.
 
     >>> import jax.numpy as jnp
-    >>> list(float_leaves({"h": jnp.ones(2), "n": 3, "ids": jnp.arange(2)}))
-    ['h']
+    >>> list(float_leaves({"h": jnp.ones(2), "c": jnp.ones(2), "n": 3, "ids": jnp.arange(2)}))
+    ['c', 'h']
     """
     try:
         leaves = jax.tree_util.tree_flatten_with_path(output)[0]
@@ -64,7 +66,7 @@ def float_leaves(output: Any) -> dict[str, jax.Array]:
     for path, leaf in leaves:
         if isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating):
             found[".".join(_key(entry) for entry in path)] = leaf
-    return found
+    return {"": leaf for leaf in found.values()} if len(found) == 1 else found
 
 
 def _key(entry: Any) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from probes_jax.observe.flow import UNKNOWN, Mark, Scaled, Uniform, flow
+from probes_jax.observe.flow import flow
+from probes_jax.observe.marks import UNKNOWN, Mark, Scaled, Uniform
 
 
 class Transformation(Protocol):

@@ -13,7 +13,6 @@ from probes_jax.spec.metric import MetricSpec, Priority
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.registry import Registry
 
-
 _OTHER = "loss/group/other/"  # tokens of no group of the plan; shown once there were any
 
 

@@ -115,6 +115,7 @@ class LiveSignals:
         self._every, self._clock = every, clock
         self._next = clock()
         self._total = total
+        self._updates = 0
         self._said: int | None = None  # the step of the last line
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, auto_refresh=False)
@@ -129,7 +130,7 @@ class LiveSignals:
     def __exit__(self, kind: object, *exception: object) -> None:
         if kind is None:  # the device is still at work on the last steps
             self._recorder.flush(_LAST_STEPS)
-            self.update()
+            self._signals.see(self._recorder.latest)
         if self._console.is_terminal:
             self._live.stop()
         elif self._signals.step != self._said:
@@ -137,6 +138,7 @@ class LiveSignals:
 
     def update(self) -> None:
         """Looks at the last readings. Call it once a step, so that a value measured every 100 steps is not missed."""
+        self._updates += 1
         self._signals.see(self._recorder.latest)
         if not self._console.is_terminal and self._clock() >= self._next:
             self._next = self._clock() + self._every
@@ -161,8 +163,8 @@ class LiveSignals:
 
         from probes_jax.present.table import COLOURS
 
-        done = 0 if self._signals.step is None else self._signals.step + 1
-        self._bar.update(self._task, completed=done, description="training" if done else "compiling")
+        done = self._updates if self._signals.step is None else self._signals.step + 1
+        self._bar.update(self._task, completed=done, description="training" if self._updates else "compiling")
         grid = Table.grid(padding=(0, 1))
         for _ in range(_PAIRS):
             grid.add_column(style="dim")

@@ -1,4 +1,4 @@
-"""The robust spike score of a recorded series: the detectors' formula, for metrics that have no detector in the step."""
+"""The robust spike score of a recorded series, by the detectors' formula: for metrics that no detector follows."""
 
 from __future__ import annotations
 

@@ -29,6 +29,21 @@ class Split:
 
     @classmethod
     def of(cls, dims: tuple[tuple[str, ...], ...], mesh_shape: Mapping[str, int]) -> Split:
+        """The cut by these mesh axes; axes of size 1 cut nothing and are left out.
+
+        Args:
+            dims: Mesh axes per dimension.
+            mesh_shape: Size of every axis of the mesh (`mesh.shape`).
+
+        Raises:
+            ValueError: The mesh has no such axis, or one axis cuts two dimensions.
+        """
+        named = [axis for group in dims for axis in group]
+        for axis in named:
+            if axis not in mesh_shape:
+                raise ValueError(f"Split dims name the mesh axis {axis!r}; the mesh has {tuple(mesh_shape)}")
+            if named.count(axis) > 1:
+                raise ValueError(f"Split dims name the mesh axis {axis!r} twice in {dims}; one axis cuts one dimension")
         used = [axis for group in dims for axis in group if mesh_shape[axis] > 1]
         dims = tuple(tuple(axis for axis in group if axis in used) for group in dims)
         return cls(dims, tuple((axis, mesh_shape[axis]) for axis in used))
@@ -55,13 +70,12 @@ class Partial:
         return math.prod(self.array.shape[len(self.axes) :])
 
 
-def cut(x: jax.Array, split: Split = WHOLE, *, keep: int = 0) -> Partial:
+def cut(x: jax.Array, split: Split = WHOLE) -> Partial:
     """Cuts `x` into rows by `split`.
 
     Args:
         x: Any array.
         split: Mesh axes per dimension. A dimension that its axes do not divide is left whole.
-        keep: Not used by callers outside tests: leading dimensions never cut.
 
     Returns:
         The array with one leading axis per mesh axis that really cuts it.
@@ -71,7 +85,7 @@ def cut(x: jax.Array, split: Split = WHOLE, *, keep: int = 0) -> Partial:
     rows: list[int] = []
     axes: list[str] = []
     for index, length in enumerate(x.shape):
-        group = split.dims[index] if keep <= index < len(split.dims) else ()
+        group = split.dims[index] if index < len(split.dims) else ()
         total = math.prod(sizes[axis] for axis in group)
         if not group or length == 0 or length % total:
             shape.append(length)

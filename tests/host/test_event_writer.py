@@ -98,9 +98,8 @@ def test_first_record_names_the_version_and_tags_are_described_once(tmp_path):
     for step in (1, 2):
         writer.write_scalars(step, {"loss/mean": 2.0, "my/own": 1.0})
     writer.close()
-    version, start, first, second = read_events(tmp_path)
+    version, first, second = read_events(tmp_path)
     assert (version.file_version, version.wall_time) == ("brain.Event:2", 1234.5)
-    assert start.HasField("session_log")
     described = {value.tag: value.metadata for value in first.summary.value}
     assert REGISTRY["loss/mean"].definition in described["loss/mean"].summary_description
     assert described["my/own"].plugin_data.plugin_name == "scalars"

@@ -129,6 +129,8 @@ def test_the_cap_holds_and_the_newest_steps_stay(tmp_path):
     record.close()
     steps = read_flight(path)
     assert [s.step for s in steps] == list(range(1000 - len(steps), 1000)) and len(steps) > 40
+    older = read_flight(previous_path(path))
+    assert len(older) > 30 and steps[: len(older)] == older, "both segments are read as one record"
     assert {s.attempt for s in steps} == {0}
     assert steps[-1].which == {"loss/worst_shard": "loss/shard[4]"}
     assert record.discarded_bytes > 8192

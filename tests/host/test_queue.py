@@ -95,7 +95,8 @@ def test_a_reading_larger_than_the_queue_is_kept_while_it_is_the_newest():
     queue = ReadingsQueue(4)
     queue.put(_readings(0))
     queue.put(_readings(1))
-    assert [r.step for r in _drain(queue)] == [1]
+    (newest,) = _drain(queue)
+    assert newest.step == 1 and newest.names is FULL_NAMES
 
 
 def test_shedding_is_linear_in_the_number_of_readings():
@@ -118,6 +119,9 @@ def test_get_waits_for_a_reading_and_wake_ends_the_wait():
     queue.wake()
     queue.pause(30)
     assert time.monotonic() - start < 20
+    start = time.monotonic()
+    queue.pause(0.1)  # a wake ends one wait, not all
+    assert queue.get(0.1) is None and time.monotonic() - start > 0.15
 
 
 def test_capacity_is_checked():

@@ -68,13 +68,6 @@ def test_nan_is_the_worst_then_infinity_and_absent_is_no_point():
     assert list(selected.scalars.values())[2:] == [math.inf, 1.0]
 
 
-def test_layers_are_named_only_when_they_change():
-    names = ("act/a/abs_max", "act/b/abs_max")
-    select = Selection()
-    texts = [select(report(names, values)).texts for values in ([1, 2], [1, 3], [4, 3], [4, 3])]
-    assert [bool(text) for text in texts] == [True, False, True, False]
-
-
 def test_families_fall_back_to_what_is_measured():
     names = ("grad/a/norm", "update/a/norm", "grad/norm", "update/norm")
     assert sorted(Selection()(report(names)).scalars) == [

@@ -150,6 +150,17 @@ def test_steps_that_go_back_within_a_session_start_another_attempt(tmp_path):
     assert [attempt["first_step"] for attempt in run.manifest()["attempts"]] == [0, 2]
 
 
+def test_a_step_recorded_twice_reads_once_and_the_last_counts(tmp_path):
+    now = [0.0]
+    sink = StoreSink(tmp_path, clock=lambda: now[0])
+    for value in (1.0, 2.0):
+        sink.write(reading(5, [value], names=("loss/mean",)))
+        now[0] += 1.0
+    sink.close()
+    assert open_run(tmp_path).series("loss/mean")[1].tolist() == [2.0]
+    assert open_run(tmp_path).series("loss/mean", raw=True)[1].tolist() == [1.0, 2.0]
+
+
 def test_light_and_full_reports_and_changed_plans_join_by_name(tmp_path):
     light, full, other = ("loss/mean", "grad/norm"), ("loss/mean", "grad/norm", "act/a/rms"), ("act/a/rms", "loss/mean")
     sink = StoreSink(tmp_path)
@@ -172,7 +183,7 @@ def test_light_and_full_reports_and_changed_plans_join_by_name(tmp_path):
 def test_equal_names_in_another_tuple_continue_the_same_series(tmp_path):
     sink = StoreSink(tmp_path)
     for step in range(3):
-        sink.write(reading(step, [step], names=tuple("loss/mean".split())))
+        sink.write(reading(step, [step], names=(*["loss/mean"],)))
     sink.close()
     assert len(open_run(tmp_path).manifest()["series"]) == 1
     assert open_run(tmp_path).series("loss/mean")[0].tolist() == [0, 1, 2]
@@ -257,6 +268,46 @@ def test_l091_a_failing_disk_loses_nothing_that_fits_a_block_and_takes_no_row_tw
     assert open_run(tmp_path).series("loss/mean")[0].tolist() == [0, 1, 2, 3, 10]
 
 
+@pytest.mark.parametrize("calls", range(1, 6))
+def test_l091_whichever_entry_fails_the_next_flush_mends_it(tmp_path, monkeypatch, calls):
+    sink, count, real = StoreSink(tmp_path), [0], tensorstore.KvStore.write
+
+    class Flaky:
+        def __init__(self, kv):
+            self._kv = kv
+
+        def __getattr__(self, name):
+            return getattr(self._kv, name)
+
+        def __truediv__(self, prefix):
+            return self._kv / prefix
+
+        def write(self, *args, **kwargs):
+            count[0] += 1
+            if count[0] == calls:
+                raise OSError("flaky")
+            return real(self._kv, *args, **kwargs)
+
+    sink._open()._kv = Flaky(sink._open()._kv)
+    sink.write(reading(0, [1.0] * 4))
+    failed = 0
+    for _ in range(2):
+        try:
+            sink.flush()
+        except OSError:
+            failed += 1
+    assert failed == (calls <= 4)  # run, attempt, columns, series
+    run = open_run(tmp_path)
+    assert run.series("loss/mean")[1].tolist() == [1.0]
+    assert len(run.manifest()["attempts"]) == 1
+
+
+def test_a_run_of_another_format_is_not_continued(tmp_path):
+    Store(str(tmp_path)).write("entries/run.json", {"format": 99, "created": 0.0})
+    with pytest.raises(ValueError, match="format 99, this version writes 1"):
+        StoreSink(tmp_path).write_event(0, "start", {})
+
+
 def test_l087_rows_survive_a_killed_process(tmp_path):
     code = """
         import os, sys
@@ -287,6 +338,7 @@ def test_events_are_strict_json_kept_in_order_and_marked_when_superseded(tmp_pat
     second.write(reading(3, [1.0] * 4))
     second.write_event(3, "resume", {})
     second.close()
+    assert [attempt["first_step"] for attempt in open_run(tmp_path).manifest()["attempts"]] == [0, 3]
     events = open_run(tmp_path).events()
     assert [(e["attempt"], e["step"], e["kind"], e["superseded"]) for e in events] == [
         (1, 0, "start", False),
@@ -349,12 +401,14 @@ def test_urls_are_the_same_code(tmp_path, root):
     assert run.events()[0]["kind"] == "spike"
 
 
-def test_two_sessions_never_share_an_attempt(tmp_path):
+def test_two_sessions_never_share_an_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr(Store, "keys", lambda self, prefix: [])  # each looks before any other has claimed a number
     sinks = [StoreSink(tmp_path) for _ in range(3)]
     for step, sink in enumerate(sinks):
         sink.write(reading(step, [1.0] * 4))
     for sink in sinks:
         sink.flush()
+    monkeypatch.undo()
     assert [a["attempt"] for a in open_run(tmp_path).manifest()["attempts"]] == [1, 2, 3]
     assert not Store(str(tmp_path)).create("entries/attempts/000001.json", {})
 

@@ -175,6 +175,35 @@ def test_l100_the_sink_announces_a_restart_by_itself(tmp_path):
     assert [(p.step, p.value) for p in found] == [(1, 5.0), (2, 10.0), (3, 18.0), (4, 24.0), (5, 30.0)]
 
 
+def test_layers_are_named_when_they_change_also_if_the_first_try_fails():
+    class Texts:
+        fail, texts = True, []
+
+        def write_scalars(self, step, scalars):
+            pass
+
+        def write_texts(self, step, texts):
+            if self.fail:
+                raise OSError
+            self.texts.append((step, texts["top/act/abs_max/layers"]))
+
+        def flush(self):
+            pass
+
+    writer, names = Texts(), ("act/a/abs_max", "act/b/abs_max")
+    sink = WriterSink(writer)
+    rows = [
+        Readings(step, "full", names, np.array(v), np.ones(2, bool)) for step, v in enumerate([(1, 2), (1, 3), (4, 3)])
+    ]
+    with pytest.raises(OSError):  # noqa: PT011 - the fake writer's own
+        sink.write(rows[0])
+    writer.fail = False
+    for row in rows:
+        sink.write(row)
+    sink.close()  # a writer without close is flushed
+    assert writer.texts == [(0, "1. `b`\n2. `a`"), (2, "1. `a`\n2. `b`")]
+
+
 @pytest.mark.tensorflow
 def test_l100_a_run_that_clu_began_is_resumed(tmp_path, caplog):
     from tensorboard.backend.event_processing import plugin_event_accumulator

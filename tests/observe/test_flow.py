@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from probes_jax.observe.flow import UNKNOWN, ZERO, Scaled, Uniform, join, trace_marks
+from probes_jax.observe.flow import trace_marks
+from probes_jax.observe.marks import UNKNOWN, ZERO, Scaled, Uniform, join
 
 X = jnp.float32([[1.5, -2.0, 3.0]])
 

@@ -62,6 +62,7 @@ class WriterSink:
         self.writer: Any = as_metric_writer(writer)
         self._select = selection or Selection()
         self._last: dict[str, int] = {}  # last step of each program
+        self._said: dict[str, str] = {}  # texts as they were last written
         self._closed = False
 
     def write(self, readings: Readings) -> None:
@@ -70,8 +71,10 @@ class WriterSink:
         self._announce(readings)
         if selected.scalars:
             self.writer.write_scalars(readings.step, selected.scalars)
-        if selected.texts and hasattr(self.writer, "write_texts"):
-            self.writer.write_texts(readings.step, selected.texts)
+        texts = {tag: text for tag, text in selected.texts.items() if text != self._said.get(tag)}
+        if texts and hasattr(self.writer, "write_texts"):
+            self.writer.write_texts(readings.step, texts)
+        self._said.update(texts)
 
     def flush(self) -> None:
         """Flushes the writer."""

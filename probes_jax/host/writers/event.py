@@ -174,8 +174,7 @@ class EventWriter:
         """Says that the run goes on from `step`: readers hide what was written before for this and later steps."""
         event = start_event(read_step(step))
         with self._lock:
-            # Twice, because one of TensorBoard's readers takes the first of a run for its beginning, and the files
-            # of the earlier session, if another writer made them, may hold none.
+            # Twice: one of TensorBoard's readers takes the first of a run for its beginning and hides nothing.
             self._append(event, start=False)
             self._append(event, start=False)
             self._started = True

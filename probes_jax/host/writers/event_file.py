@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from probes_jax.host.run_folder import is_url
-from probes_jax.host.writers.protos import start_event, version_event
+from probes_jax.host.writers.protos import version_event
 from probes_jax.host.writers.record import RecordFile, gfile
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
@@ -59,12 +59,9 @@ class EventFile:
             gfile().makedirs(self._logdir)
         else:
             os.makedirs(self._logdir, exist_ok=True)
-        earlier = event_files(self._logdir)
-        file = RecordFile(self._path(earlier))
+        file = RecordFile(self._path(event_files(self._logdir)))
         now = self._clock()
         file.append(version_event(now).SerializeToString())
-        if not earlier:  # the beginning of a run: only a later START hides anything
-            file.append(start_event(0, now).SerializeToString())
         self._flushed = now
         return file
 

@@ -32,9 +32,9 @@ def version_event(now: float) -> Any:
     return Event(wall_time=now, file_version="brain.Event:2", source_metadata=source)
 
 
-def start_event(step: int, now: float = 0.0) -> Any:
+def start_event(step: int) -> Any:
     """A session goes on from `step`: readers hide earlier points of this and later steps."""
-    return Event(wall_time=now, step=step, session_log=_events.SessionLog(status=_events.SessionLog.START))
+    return Event(step=step, session_log=_events.SessionLog(status=_events.SessionLog.START))
 
 
 def scalar_metadata(description: str) -> Any:

@@ -26,7 +26,7 @@ def masked_crc32c(data: bytes) -> int:
     """CRC-32C, rotated and shifted so that a checksum of checksums is not degenerate.
 
     >>> hex(masked_crc32c(b"123456789"))
-    '0xc789faf'
+    '0xc78ab0e5'
     """
     crc = _crc32c(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

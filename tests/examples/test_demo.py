@@ -1,0 +1,151 @@
+"""The demo end to end, as a newcomer starts it: a few steps, then its outputs and its last words."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from probes_jax.host.run_folder import open_run
+from probes_jax.present.score import robust_scores
+from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.metric import Priority
+from probes_jax.spec.plan import Plan
+
+_DEMO = pathlib.Path(__file__).parents[2] / "examples" / "demo.py"
+_STEPS = 36
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def _command(folder, *options):
+    return [sys.executable, str(_DEMO), "--out", str(folder), *options]
+
+
+def _environment(**more):
+    plain = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "PROBES_JAX")}
+    return {**plain, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", **more}
+
+
+def _demo(folder, *options, **environment):
+    done = subprocess.run(
+        _command(folder, *options), env=_environment(**environment), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _recorded(folder):
+    """Steps that a reader can see by now."""
+    try:
+        return open_run(folder).series("loss/mean")[0].size
+    except (FileNotFoundError, KeyError):
+        return 0
+
+
+@pytest.fixture(scope="module")
+def linen(tmp_path_factory):
+    """A run that is stopped by Ctrl-C after a while: folder, what it said, what it said to stderr."""
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    process = subprocess.Popen(
+        _command(folder, "--steps", "100000", "--minutes", "10"),
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 600
+        while _recorded(folder) < _STEPS and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said + errors
+    return folder, said, errors
+
+
+@pytest.fixture(scope="module")
+def nnx(tmp_path_factory):
+    """A run to its end."""
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    return folder, _demo(folder, "--nnx", "--steps", "4")
+
+
+def test_it_says_what_it_trains_and_where_the_files_are(nnx):
+    folder, said = nnx
+    assert "nnx decoder" in said and "parameters" in said and "code" in said and "1 x" in said
+    assert "step 4/4" in said
+    assert "First screen, step 3" in said and "What was unusual: nothing" in said
+    assert f"--logdir {folder}/events" in said
+    assert max(map(len, said.replace(str(folder), "").splitlines())) <= 120
+
+
+def test_ctrl_c_ends_cleanly_with_everything_written(linen):
+    folder, said, errors = linen
+    assert "Stopped by hand" in said and "Traceback" not in errors
+    steps, _, present = open_run(folder).series("loss/mean")
+    assert steps.tolist() == list(range(steps.size)) and present.all()
+    assert f"First screen, step {steps[-1]}" in said and "What was unusual" in said
+
+
+def test_every_signal_of_the_table_has_a_value(linen):
+    rows = {parts[0]: parts[1:] for line in linen[1].splitlines() if (parts := line.split())}
+    plain = [spec.name for spec in REGISTRY if spec.priority is Priority.P0 and "{" not in spec.name]
+    groups = [f"loss/group/{name}/mean" for name in ("code", "docs", "law")]
+    for name in (*plain, *groups):
+        assert "no data" not in " ".join(rows[name]), name
+
+
+def test_the_loss_falls_and_tokens_are_counted(linen):
+    run = open_run(linen[0])
+    _, loss, _ = run.series("loss/mean")
+    assert loss[0] == pytest.approx(np.log(256), abs=0.3)
+    assert loss[-1] < loss[0] - 0.5
+    _, tokens, _ = run.series("data/tokens_total")
+    assert 0.9 * loss.size * 8 * 128 < tokens[-1] <= loss.size * 8 * 128
+
+
+def test_every_recorded_name_has_an_entry_in_the_registry(linen):
+    assert [name for name in open_run(linen[0]).names() if REGISTRY.find(name) is None] == []
+
+
+def test_the_score_shown_for_other_signals_is_that_of_the_detectors(linen):
+    run = open_run(linen[0])
+    for metric, detector in (("loss/mean", "loss"), ("grad/norm", "grad"), ("update/norm", "update")):
+        _, score, known = run.series(f"{detector}/spike/score")
+        _, values, present = run.series(metric)
+        own, seen = robust_scores(values, present, Plan())
+        assert np.array_equal(seen, known) and known.any()
+        np.testing.assert_allclose(own[seen], score[known], rtol=2e-2, atol=2e-2)
+
+
+def test_event_files_are_readable_by_tensorboard(linen):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(linen[0] / "events"), size_guidance={"scalars": 0})
+    events.Reload()
+    steps, _, _ = open_run(linen[0]).series("loss/mean")
+    assert [event.step for event in events.Scalars("loss/mean")] == steps.tolist()
+
+
+def test_the_nnx_model_reports_the_same_names(linen, nnx):
+    assert set(open_run(nnx[0]).names()) == set(open_run(linen[0]).names())
+
+
+def test_a_folder_with_a_run_is_not_written_into(linen):
+    done = subprocess.run(_command(linen[0]), env=_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "there is a run in" in done.stderr
+
+
+def test_without_probes_it_trains_and_says_that_nothing_was_recorded(tmp_path):
+    said = _demo(tmp_path / "run", "--steps", "2", PROBES_JAX="off")
+    assert "Nothing was recorded" in said
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from probes_jax.observe.marks import UNKNOWN, ZERO, Mark, Scaled, Uniform, apply_primitive, join, number_key
+from probes_jax.observe.marks import UNKNOWN, ZERO, Mark, Uniform, apply_primitive, join, number_key
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -35,6 +36,7 @@ def trace_marks(function: Callable[..., Any], args: Sequence[Any], marks: Sequen
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from probes_jax.observe.marks import Scaled
         >>> trace_marks(lambda x: (x * 0.5, jnp.zeros_like(x), x + 1.0), (jnp.ones(3),), [Scaled(0)])
         [Scaled(leaf=0, factor=(('mul', 0.5),)), <Plain.ZERO: 'zero'>, <Plain.UNKNOWN: 'unknown'>]
     """
@@ -76,7 +78,7 @@ def _apply(eqn: core.JaxprEqn, marks: list[Mark]) -> list[Mark]:
     """Marks of one equation's outputs."""
     name = eqn.primitive.name
     if name == "cond":
-        return _number(eqn, marks, _branch(eqn, marks))
+        return _number(eqn, marks, _branch(eqn, marks[1:]))
     if name in _CALLS and (inner := _inner(eqn, marks)) is not None:
         return inner
     if name in _PASS and len(marks) == len(eqn.outvars):
@@ -95,12 +97,9 @@ def _inner(eqn: core.JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
 
 
 def _branch(eqn: core.JaxprEqn, marks: list[Mark]) -> list[Mark]:
-    """What all branches of a `cond` agree on."""
-    result, *others = (flow(branch, marks[1:]) for branch in eqn.params["branches"])
-    for other in others:
-        result = [join(first, second) for first, second in zip(result, other, strict=True)]
-    fixed = number_key(marks[0]) is not None  # no watched input decides which branch runs
-    return [UNKNOWN if isinstance(mark, Scaled) and not fixed else mark for mark in result]
+    """What all branches of a `cond` agree on, whichever runs."""
+    rows = [flow(branch, marks) for branch in eqn.params["branches"]]
+    return [functools.reduce(join, column) for column in zip(*rows, strict=True)]
 
 
 def _number(eqn: core.JaxprEqn, marks: list[Mark], result: list[Mark]) -> list[Mark]:

@@ -268,13 +268,14 @@ def _path(keys: Any) -> Path:
 
 
 def _stacks(lifted: Mapping[tuple[str | None, ...], int], leaves: Mapping[Path, Any]) -> dict[Path, tuple[int, int]]:
-    """Path prefix to (layer axis, number of layers), from the parameters themselves."""
+    """Path prefix to (layer axis, number of layers); of a scan in a scan, the axis in one layer of the outer one."""
     stacks: dict[Path, tuple[int, int]] = {}
-    for where, axis in lifted.items():
-        prefix = tuple(element for element in where if element is not None)
-        for path, leaf in leaves.items():
-            if path[: len(prefix)] == prefix and -leaf.ndim <= axis < leaf.ndim:
-                stacks.setdefault(path[: len(where)], (axis, leaf.shape[axis]))
+    for path, leaf in leaves.items():
+        shape = list(leaf.shape)
+        for where, axis in sorted(lifted.items(), key=lambda item: len(item[0])):
+            prefix = tuple(element for element in where if element is not None)
+            if path[: len(prefix)] == prefix and -len(shape) <= axis < len(shape):
+                stacks.setdefault(path[: len(where)], (axis, shape.pop(axis)))
     return stacks
 
 

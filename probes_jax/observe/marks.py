@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -126,11 +127,8 @@ def _subtract(marks: list[Mark]) -> Mark:
 
 
 def _select(marks: list[Mark]) -> Mark:
-    """Cases that agree, whatever the predicate; a scaled one needs a predicate that no watched input changes."""
-    which, mark, *others = marks
-    for other in others:
-        mark = join(mark, other)
-    return UNKNOWN if isinstance(mark, Scaled) and number_key(which) is None else mark
+    """What all cases agree on, whatever the predicate."""
+    return functools.reduce(join, marks[1:])
 
 
 def _zero_operand(marks: list[Mark]) -> Mark:

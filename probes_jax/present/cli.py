@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ examples:
   probes metrics                       every metric: what it is, what it catches
   probes metrics --json grad/norm      one of them, for a program
 
-exit code: 0 done, 1 the run cannot be read, 2 wrong use
+exit code: 0 done, 1 the run cannot be read or the file not written, 2 wrong use
 """
 
 
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows the signals of a run with value, unit, state and since when, and what was unusual.",
     )
     screen.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
+    screen.add_argument("--svg", metavar="FILE", help="write the screen as a picture, too")
     screen.set_defaults(run_command=_screen)
     return parser
 
@@ -103,12 +105,14 @@ def _asked(spec: Any, names: Sequence[str]) -> bool:
 def _screen(chosen: argparse.Namespace) -> int:
     from probes_jax.host.run_folder import open_run
     from probes_jax.present.screen import print_screen
-    from probes_jax.present.table import make_console
+    from probes_jax.present.table import as_svg, make_console
 
+    console = make_console(record=chosen.svg is not None)
     try:
-        run = open_run(chosen.run)
-        print_screen(run, make_console())
-    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError) as error:
+        print_screen(open_run(chosen.run), console)
+        if chosen.svg is not None:
+            pathlib.Path(chosen.svg).write_text(as_svg(console, f"probes screen {chosen.run}"), encoding="utf-8")
+    except (OSError, ValueError) as error:
         print(f"probes screen: {error}", file=sys.stderr)
         return 1
     return 0

@@ -13,7 +13,7 @@ from probes_jax.spec.metric import MetricSpec, Priority
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.registry import Registry
 
-_OTHER = "loss/group/other/"  # tokens of no group of the plan; shown once there were any
+OTHER = "loss/group/other/"  # tokens of no group of the plan; shown once there were any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ def first_screen(run: History, plan: Plan | None = None, registry: Registry = RE
     plan = find_plan(run.manifest()) if plan is None else plan
     names = run.names()
     found = [_signal(run, name, spec, plan) for name, spec in _signals(names, registry)]
-    nobody = any(row.name == _OTHER + "mean" and row.state is State.NO_DATA for row in found)
-    return [row for row in found if not (nobody and row.name.startswith(_OTHER))]
+    nobody = any(row.name == OTHER + "mean" and row.state is State.NO_DATA for row in found)
+    return [row for row in found if not (nobody and row.name.startswith(OTHER))]
 
 
 def _signals(names: list[str], registry: Registry) -> Iterator[tuple[str, MetricSpec]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from probes_jax.present.first_screen import format_value
+from probes_jax.present.first_screen import OTHER, format_value
 from probes_jax.present.state import ALARMS, DETECTORS, State
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
@@ -17,7 +18,7 @@ from probes_jax.spec.readings import Readings
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PAIRS = 3  # signals side by side
+_PAIRS = 2  # signals side by side
 _LAST_STEPS = 30.0  # seconds to wait for them at the end
 _PER_SECOND = 2  # redraws; each takes the training thread's time, too
 
@@ -28,12 +29,22 @@ class _Source(Protocol):
     def flush(self, limit: float = ...) -> bool: ...
 
 
+@functools.cache
+def _places() -> dict[str, int]:
+    return {spec.name: place for place, spec in enumerate(REGISTRY)}
+
+
+def _place(name: str) -> int:
+    """Where a signal stands on the first screen."""
+    return _places()[REGISTRY[name].name]
+
+
 class LatestSignals:
     """The last value of every signal. A metric that is measured every 100 steps keeps its value in between."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._units: dict[str, str] = {}  # of every signal, in the order of the report
+        self._units: dict[str, str] = {}  # of every signal, in the order of the registry
         self._names: tuple[str, ...] = ()
         self._columns: dict[str, int] = {}  # signals and scores in the present names
         self.values: dict[str, tuple[float, State]] = {}
@@ -57,10 +68,11 @@ class LatestSignals:
         for column, name in enumerate(names):
             spec = REGISTRY.find(name)
             if spec is not None and spec.priority is Priority.P0:
-                self._units.setdefault(name, spec.unit)
+                self._units[name] = spec.unit
                 self._columns[name] = column
             elif name in scores:
                 self._columns[name] = column
+        self._units = {name: self._units[name] for name in sorted(self._units, key=_place)}
 
     def _state(self, name: str, measured: dict[str, float]) -> State:
         value = measured[name]
@@ -71,7 +83,10 @@ class LatestSignals:
 
     def texts(self) -> list[tuple[str, str, State]]:
         """(name, value, state) of every signal measured so far."""
-        found = [(name, *self.values[name]) for name in self._units if name in self.values]
+        known = [name for name in self._units if name in self.values]
+        if OTHER + "mean" not in known:
+            known = [name for name in known if not name.startswith(OTHER)]
+        found = [(name, *self.values[name]) for name in known]
         return [(name, format_value(value, self._units[name]), state) for name, value, state in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def make_console(width: int | None = None, record: bool = False) -> Console:
 
     Args:
         width: Columns; by default those of the terminal.
-        record: Keep what is printed, for `save_svg`.
+        record: Keep what is printed, for `as_svg`.
     """
     import sys
 
@@ -63,3 +64,16 @@ def make_console(width: int | None = None, record: bool = False) -> Console:
 
     fixed = width or (None if sys.stdout.isatty() else _PLAIN_WIDTH)
     return Console(width=fixed, record=record, highlight=False, soft_wrap=False)
+
+
+def as_svg(console: Console, title: str) -> str:
+    """What a recording console printed, as a picture that needs no other file.
+
+    >>> console = make_console(width=40, record=True)
+    >>> console.print("loss/mean 2.000")
+    loss/mean 2.000
+    >>> as_svg(console, "demo").startswith("<svg")
+    True
+    """
+    svg = console.export_svg(title=title)
+    return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # rich names fonts on a foreign host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from probes_jax.stats.moments import summarize_magnitude, summarize_norm
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary
 
-_GLOBAL_GRADIENT = ("norm", "abs_mean", "abs_max", "finite_abs_max", "zero_fraction", "nan_count", "inf_count")
+Role = Literal["embedding", "other", "frozen"]
+GRADIENT_STATS = ("norm", "abs_mean", "abs_max", "finite_abs_max", "zero_fraction", "nan_count", "inf_count")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +38,20 @@ class ParameterInfo:
     embedding: bool = False
     frozen: bool = False
 
+    @property
+    def role(self) -> Role:
+        """What the tensor's zero fraction is reported with."""
+        return "frozen" if self.frozen else "embedding" if self.embedding else "other"
 
-Tensors = Mapping[str, jax.Array]  # by the key of the ParameterInfo
-Infos = Mapping[str, ParameterInfo]
+
+_SMALL = 2**16  # elements; smaller tensors cost more as reductions of their own than read together
+
+Tensors = Mapping[Any, jax.Array]  # by the key of the ParameterInfo
+Infos = Mapping[Any, ParameterInfo]
+Summarize = Callable[[jax.Array, Split], Summary]
 
 
-def _by_layer(summarize: Callable[[jax.Array, Split], Summary], x: jax.Array, info: ParameterInfo) -> Summary:
+def _by_layer(summarize: Summarize, x: jax.Array, info: ParameterInfo) -> Summary:
     """Rows of one tensor, with a leading stack axis where it stacks layers."""
     axis = info.stack_axis
     if axis is None:
@@ -51,10 +61,35 @@ def _by_layer(summarize: Callable[[jax.Array, Split], Summary], x: jax.Array, in
     return jax.vmap(lambda layer: summarize(layer, rest), in_axes=axis)(x)
 
 
-def _total(summary: Summary) -> Summary:
-    """Layers merged, counts carried so that further sums stay exact."""
-    while summary.stack_shape():
-        summary = summary.collapse(0)
+def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, list[Summary]]:
+    """Summaries by role that together cover every tensor once; small whole tensors are read as one."""
+    found: dict[Role, list[Summary]] = {}
+    small: dict[Role, list[jax.Array]] = {}
+    for key, info in infos.items():
+        x = tensors[key]
+        if x.size < _SMALL and not any(info.split.dims):
+            small.setdefault(info.role, []).append(x.astype(jnp.float32).reshape(-1))
+        else:
+            found.setdefault(info.role, []).append(_carried(summarize(x, info.split)))
+    for role, pieces in small.items():
+        found.setdefault(role, []).append(_carried(summarize(jnp.concatenate(pieces), WHOLE)))
+    return found
+
+
+def _rows(summarize: Summarize, tensors: Tensors, infos: Infos) -> tuple[dict[Any, Summary], dict[Role, list[Summary]]]:
+    """Each tensor's rows, and the totals that they merge to."""
+    rows = {key: _by_layer(summarize, tensors[key], info) for key, info in infos.items()}
+    found: dict[Role, list[Summary]] = {}
+    for key, info in infos.items():
+        total = rows[key]
+        while total.stack_shape():
+            total = total.collapse(0)
+        found.setdefault(info.role, []).append(_carried(total))
+    return rows, found
+
+
+def _carried(summary: Summary) -> Summary:
+    """Counts carried, so that further sums of many tensors stay exact."""
     counts = {leaf.name for leaf in KINDS[summary.kind].leaves if leaf.width}
     leaves = {n: normalize_count(x) if n in counts else x for n, x in summary.leaves.items()}
     return dataclasses.replace(summary, leaves=leaves)
@@ -62,36 +97,38 @@ def _total(summary: Summary) -> Summary:
 
 def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool) -> list[Measured]:
     """Entries of the gradients: totals, zero fractions by role, frozen apart, and with `layers` each layer's own."""
-    rows = {key: _by_layer(summarize_magnitude, gradients[key], info) for key, info in infos.items()}
-    totals = {key: _total(row) for key, row in rows.items()}
-    moved = [key for key, info in infos.items() if not info.frozen]
-    frozen = [totals[key] for key, info in infos.items() if info.frozen]
+    rows = {}
+    if layers:
+        rows, totals = _rows(summarize_magnitude, gradients, infos)
+    else:
+        totals = _totals(summarize_magnitude, gradients, infos)
+    frozen = totals.pop("frozen", [])
     out = []
-    if moved:
-        out.append(measured("grad/{stat}", *(totals[key] for key in moved), stats=_GLOBAL_GRADIENT))
-        for role, wanted in (("embedding", True), ("other", False)):
-            of_role = [totals[key] for key in moved if infos[key].embedding is wanted]
-            if of_role:
-                out.append(measured(f"grad/{{stat}}/{role}", *of_role, stats=("zero_fraction",)))
+    if totals:
+        out.append(measured("grad/{stat}", *(s for of_role in totals.values() for s in of_role), stats=GRADIENT_STATS))
+    for role, of_role in totals.items():
+        out.append(measured(f"grad/{{stat}}/{role}", *of_role, stats=("zero_fraction",)))
     if frozen:
         out.append(measured("grad_frozen/{stat}", *frozen, stats=("norm",)))
-    if layers:
-        for key in moved:
-            labels = tuple(f"grad/{name}/{{stat}}" for name in infos[key].names)
-            out.append(measured(labels, rows[key], stats=_GLOBAL_GRADIENT))
+    for key, row in rows.items():
+        if not infos[key].frozen:
+            out.append(measured(tuple(f"grad/{name}/{{stat}}" for name in infos[key].names), row, stats=GRADIENT_STATS))
     return out
 
 
 def measure_norms(family: str, tensors: Tensors, infos: Infos, *, layers: bool) -> list[Measured]:
     """Entries of the norms of `param` or `update`: the total, and with `layers` each layer's own."""
-    rows = {key: _by_layer(summarize_norm, tensors[key], info) for key, info in infos.items()}
-    out = [measured(f"{family}/{{stat}}", *(_total(row) for row in rows.values()))]
+    rows = {}
     if layers:
-        for key, info in infos.items():
-            out.append(measured(tuple(f"{family}/{name}/{{stat}}" for name in info.names), rows[key]))
+        rows, totals = _rows(summarize_norm, tensors, infos)
+    else:
+        totals = _totals(summarize_norm, tensors, infos)
+    out = [measured(f"{family}/{{stat}}", *(s for of_role in totals.values() for s in of_role))]
+    for key, row in rows.items():
+        out.append(measured(tuple(f"{family}/{name}/{{stat}}" for name in infos[key].names), row))
     return out
 
 
-def subtract(new: Tensors, old: Tensors) -> dict[str, jax.Array]:
+def subtract(new: Tensors, old: Tensors) -> dict[Any, jax.Array]:
     """The update really applied, `w_new - w_old` in the parameter's dtype, taken to float32."""
     return {key: jnp.subtract(new[key], old[key]).astype(jnp.float32) for key in new}

@@ -45,10 +45,8 @@ class Derived:
         out, seen, which = [share, ratio], [share_seen, ratio_seen], {}
         for name, columns, labels in self.worst:
             column, there = pool[columns], pool_seen[columns]
-            key = np.where(there, np.where(np.isnan(column), np.inf, column), -np.inf)
-            best = int(np.argmax(np.where(there & np.isnan(column), np.inf, key) + 0.0))
             nan = np.flatnonzero(there & np.isnan(column))
-            best = int(nan[0]) if nan.size else best
+            best = int(nan[0]) if nan.size else int(np.argmax(np.where(there, column, -np.inf)))
             out.append(column[best : best + 1])
             seen.append(np.array([there.any()]))
             if there.any():

@@ -67,13 +67,14 @@ class Plan:
     feature_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("groups", "exclude", "feature_axes"):
+        for name in ("groups", "exclude", "feature_axes", "token_axes"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"Plan {name} must be a tuple of names, got the string {value!r}; write ({value!r},)")
-            object.__setattr__(self, name, tuple(value))
-        if self.token_axes is not None:
-            object.__setattr__(self, "token_axes", tuple(self.token_axes))
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        if self.guard is not None and not isinstance(self.guard, Guard):
+            raise ValueError(f"Plan guard must be a Guard or None, got {self.guard!r}; write guard=Guard()")
         for name in self.groups:
             if not re.fullmatch(r"[^/\[\]{}\s]+", name):
                 raise ValueError(

@@ -137,4 +137,5 @@ class Decoder:
 
 @functools.lru_cache(maxsize=64)
 def decoder_of(layout: Layout) -> Decoder:
+    """The decoder of a layout, built once for each layout that is in use."""
     return Decoder(layout)

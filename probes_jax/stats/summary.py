@@ -84,4 +84,5 @@ def merge_all(summaries: Iterable[Summary]) -> Summary:
 
 
 def is_summary(node: object) -> bool:
+    """Whether a node of a pytree is a whole summary (`is_leaf` of `jax.tree.map`)."""
     return isinstance(node, Summary)

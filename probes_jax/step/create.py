@@ -20,7 +20,7 @@ from probes_jax.step.loss_scale import LossScale
 from probes_jax.step.monitor import init_monitor
 from probes_jax.step.objective import Notes, Objective
 from probes_jax.step.partition import Partition, find_mesh, find_partition
-from probes_jax.step.select import Path, Wrt, flatten, join, split_trained, unflatten
+from probes_jax.step.select import Wrt, flatten, join, split_trained, unflatten
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
 
@@ -136,14 +136,7 @@ def describe(
 ) -> Settings:
     """Traces the model once, abstractly, and works out what is known of each parameter."""
     key = jax.random.key(0) if key is None else key
-    notes = Notes()
-    objective = Objective(binding, loss_fn, plan, partition, scan=True, probes=True)
-    jax.eval_shape(
-        lambda core, batch, key: objective(join(core.params, core.frozen), core.model_state, batch, key, notes),
-        core,
-        batch,
-        key,
-    )
+    notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
     frozen = frozen_leaves(tx, core.params)
     never, leaves = flatten(frozen), flatten(core.params)
     labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks)
@@ -177,3 +170,16 @@ def describe(
         missing=missing,
     )
 
+
+def _trace_model(
+    binding: Any, loss_fn: Any, plan: Plan, core: Core, partition: Partition, batch: Any, key: jax.Array
+) -> Notes:
+    """Finds out about the model without computing anything."""
+    notes = Notes()
+    objective = Objective(binding, loss_fn, plan, partition, scan=True, probes=True)
+
+    def trace(params: Any, frozen: Any, state: Any, batch: Any, key: jax.Array) -> Any:
+        return objective(join(params, frozen), state, batch, key, notes)
+
+    jax.eval_shape(trace, core.params, core.frozen, core.model_state, batch, key)
+    return notes

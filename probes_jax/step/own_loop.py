@@ -3,128 +3,155 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from probes_jax.observe.wrap import wrap
+from probes_jax.signals.loss import measure_scalar_loss
 from probes_jax.spec.plan import Plan
 from probes_jax.step.create import describe
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
 from probes_jax.step.objective import Notes, Objective, Part
+from probes_jax.step.pack import widen
 from probes_jax.step.partition import find_mesh, find_partition
 from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("settings",))
+@dataclasses.dataclass(frozen=True)
 class Monitor:
-    """Measures a step that somebody else makes. Pure functions; hold it outside of the jitted step.
+    """Measures a step that somebody else makes. A pytree: carry it through the jitted step, save it with the rest.
 
     Attributes:
-        settings: What was worked out once by `create`.
+        state: Detector windows, counters, cumulative tokens.
+        settings: What was worked out once by `create` (static).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from probes_jax.step.own_loop import Monitor
+        >>> tx, params = optax.sgd(0.5), {"w": jnp.array([3.0, 4.0])}
+        >>> monitor, opt_state = Monitor.create(tx=tx, params=params), tx.init(params)
+        >>> loss, gradients = jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2) / 2)(params)
+        >>> updates, new_opt_state = tx.update(gradients, opt_state, params)
+        >>> new_params = optax.apply_updates(params, updates)
+        >>> monitor, report = monitor.measure(loss, gradients, params, new_params, opt_state, new_opt_state)
+        >>> found = report.scalars()
+        >>> found["loss/mean"], found["grad/norm"], found["update/w/ratio"]
+        (12.5, 5.0, 0.5)
     """
 
+    state: MonitorState
     settings: Settings
 
     @classmethod
     def create(
         cls,
         *,
-        model: Any,
-        params: Any,
         tx: Any,
-        loss_fn: Any,
-        batch: Any,
+        params: Any,
         plan: Plan | None = None,
+        model: Any = None,
+        loss_fn: Any = None,
+        batch: Any = None,
         model_state: Any = None,
     ) -> Monitor:
         """Works out what is measured.
 
         Args:
-            model: The linen or nnx module, unedited, or what `pj.wrap` returned.
-            params: Trained parameters, nested dict (linen: `variables["params"]`).
             tx: The optimizer.
+            params: Trained parameters, nested dict (linen: `variables["params"]`).
+            plan: What is measured.
+            model: The linen or nnx module, unedited. Needed, with `loss_fn` and `batch`, for `loss` only.
             loss_fn: `loss_fn(model, batch, rngs)` returning `pj.Loss` or a float scalar.
             batch: An example batch.
-            plan: What is measured.
             model_state: Everything else that the model carries, `{}` by default.
         """
         plan = Plan() if plan is None else plan
+        if (model is None) != (loss_fn is None) or (model is None) != (batch is None):
+            raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
         partition = find_partition(plan, batch, find_mesh(batch, params))
         opt_state = jax.eval_shape(tx.init, params)
-        core = Core(
-            params,
-            {},
-            {} if model_state is None else model_state,
-            opt_state,
-            jax.random.key_data(jax.random.key(0)),
-            None,
-        )
-        return cls(describe(wrap(model), tx, loss_fn, plan, core, partition, batch))
-
-    def init(self) -> MonitorState:
-        """State of the detectors before the first step; carry it beside your own state."""
-        return init_monitor(self.settings.plan, None)
-
-    def scans(self, step: int) -> bool:
-        """Whether this step scans the tensors. Decide it outside of jit and pass it in as a static argument."""
-        return step % self.settings.plan.scan_every == 0
+        core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, None)
+        binding = None if model is None else wrap(model)
+        settings = describe(binding, tx, loss_fn, plan, core, partition, batch)
+        state = init_monitor(plan, None)
+        place = settings.replicated()
+        return cls(state if place is None else jax.device_put(state, place), settings)
 
     def loss(
-        self, params: Any, batch: Any, key: jax.Array, *, scan: bool, model_state: Any = None
+        self, params: Any, batch: Any, key: jax.Array, *, scan: bool = False, model_state: Any = None
     ) -> tuple[jax.Array, Part]:
-        """The mean loss to differentiate with `has_aux=True`, and what the forward pass measured.
+        """The mean loss, to differentiate with `has_aux=True`, and what the forward pass measured.
 
         Args:
             params: Parameters, as given to `create`.
             batch: The batch.
             key: Random key of this step.
-            scan: Observe activations.
+            scan: Observe activations (static).
             model_state: The model's state; `part.state` is the new one.
+
+        Raises:
+            ValueError: The monitor was made without a model.
         """
         s = self.settings
+        if s.binding is None:
+            raise ValueError("Monitor.loss needs a model: Monitor.create(model=..., loss_fn=..., batch=...)")
         objective = Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan, probes=True)
         total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
         return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0), part
 
     def measure(
-        self,
-        state: MonitorState,
-        *,
-        step: jax.Array,
-        part: Part,
-        gradients: Any,
-        params: Any,
-        new_params: Any,
-        opt_state: Any,
-        new_opt_state: Any,
-        scan: bool,
-    ) -> tuple[MonitorState, Report]:
+        self, loss: Any, gradients: Any, params: Any, new_params: Any, opt_state: Any, new_opt_state: Any
+    ) -> tuple[Monitor, Report]:
         """Everything that is known once the update was made, as one report.
 
+        Steps are counted in the state. Per-layer values are measured every `Plan.scan_every` steps (a `lax.cond`),
+        and on every step where `loss` holds observed activations.
+
         Args:
-            state: From `init` or the previous step.
-            step: Number of this step, integer scalar.
-            part: From `loss`.
+            loss: The scalar loss, or the second value of `Monitor.loss`.
             gradients: What the optimizer was given, unscaled and accumulated.
             params: Parameters before the update.
             new_params: Parameters after it.
             opt_state: Optimizer state before the update.
             new_opt_state: Optimizer state after it.
-            scan: As given to `loss`.
 
         Returns:
-            State for the next step, and the report to hand to `Recorder.record`.
+            The monitor for the next step, and the report to hand to `Recorder.record`.
         """
-        program = "full" if scan else "light"
-        before = Core(params, {}, None, opt_state, None, state)
+        part = loss if isinstance(loss, Part) else _part_of_scalar(loss)
+        before = Core(params, {}, None, opt_state, None, self.state)
         after = before._replace(params=new_params, opt_state=new_opt_state)
-        items = measure_before(self.settings, program, part, gradients)
-        notes = Notes(part.names, dict(self.settings.missing))
-        return finish(
-            self.settings, program, jnp.asarray(step), before, after, part, items, notes, skip=None, guard=None
-        )
+        step = self.state.guard.attempted
+
+        def run(program: str) -> tuple[MonitorState, Report]:
+            items = measure_before(self.settings, program, part, gradients)
+            notes = Notes(part.names, dict(self.settings.missing))
+            return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)
+
+        if part.points:
+            state, report = run("full")
+            return dataclasses.replace(self, state=state), report
+        _, shape = jax.eval_shape(lambda: run("full"))
+
+        def light() -> tuple[MonitorState, jax.Array]:
+            monitor, report = run("light")
+            return monitor, widen(report.buffer, report.layout, shape.layout)
+
+        def full() -> tuple[MonitorState, jax.Array]:
+            monitor, report = run("full")
+            return monitor, report.buffer
+
+        state, buffer = jax.lax.cond(step % self.settings.plan.scan_every == 0, full, light)
+        return dataclasses.replace(self, state=state), dataclasses.replace(shape, buffer=buffer, aux=part.aux)
+
+
+def _part_of_scalar(loss: jax.Array) -> Part:
+    rows = measure_scalar_loss(jnp.asarray(loss))
+    return Part(jnp.float32(1.0), rows, (), {}, None, None, ())

@@ -6,17 +6,21 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 Path = tuple[str, ...]
 Wrt = str | Callable[[Path, Any], bool] | None
 
 
-def flatten(tree: Any, prefix: Path = ()) -> dict[Path, Any]:
-    """Nested dicts to leaves by path."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {path: leaf for key, value in tree.items() for path, leaf in flatten(value, (*prefix, key)).items()}
+def flatten(tree: Any) -> dict[Path, Any]:
+    """Leaves by path, of any pytree: nested dicts, dataclasses, lists, an nnx state."""
+    found = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
+            keys = keys[:-1]  # an nnx Variable is a node with its array inside
+        found[tuple(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in keys)] = leaf
+    return found
 
 
 def unflatten(leaves: dict[Path, Any]) -> dict[Any, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
-
-from tests.observe.evaluate import KEY
+import jax.numpy as jnp
 
 from probes_jax.observe.rngs import Rngs
+from tests.observe.evaluate import KEY, observed_and_plain
+
+TOKENS = jnp.arange(6).reshape(2, 3)
 
 
 def is_public(module, method):
@@ -39,7 +43,7 @@ def capture(module, variables, *args, method=None, mutable=(), name=lambda path:
                 leaves = [
                     (".".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in keys), leaf)
                     for keys, leaf in jax.tree_util.tree_leaves_with_path(one)
-                    if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+                    if jnp.issubdtype(leaf.dtype, jnp.floating)
                 ]
                 for leaf_name, leaf in leaves:
                     text = name(path) or "output"
@@ -73,21 +77,26 @@ class Decoder(nn.Module):
     depth: int = 2
     scan: bool = False
     remat: bool = False
-    axis: int = 0
-
+    
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(7, 4, name="embed")(tokens)
         block = nn.remat(Block) if self.remat else Block
         if self.scan:
             layers = nn.scan(
-                block, {"params": self.axis}, split_rngs={"params": True, "dropout": True}, length=self.depth
+                block, {"params": 0}, split_rngs={"params": True, "dropout": True}, length=self.depth
             )
             x, _ = layers(scanned=True, name="blocks")(x, None)
         else:
             for layer in range(self.depth):
                 x = block(name=f"blocks_{layer}")(x)
         return nn.Dense(7, name="head")(x)
+
+
+@functools.cache
+def decoder(**options):
+    """The decoder, evaluated once for all tests."""
+    return observed_and_plain(Decoder(**options), lambda model, batch, rngs: jnp.sum(jnp.square(model(batch))), TOKENS)
 
 
 def decoder_names(path):
@@ -104,5 +113,5 @@ def unrolled(params, axis=0):
     blocks = params.pop("blocks")
     depth = jax.tree.leaves(blocks)[0].shape[axis]
     for layer in range(depth):
-        params[f"blocks_{layer}"] = jax.tree.map(lambda x, layer=layer: jax.numpy.take(x, layer, axis), blocks)
+        params[f"blocks_{layer}"] = jax.tree.map(lambda x, layer=layer: jnp.take(x, layer, axis), blocks)
     return params

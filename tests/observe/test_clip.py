@@ -61,6 +61,7 @@ def test_l036_zero_gradient_and_zero_threshold_make_no_nan():
     with jax.debug_nans(True):
         assert not ask(tx, 0.0)
         assert ask(tx, 1e-3)
+        assert not clipped(probe, tx.init(PARAMS), jnp.float32(0.0))  # every operation by itself
         assert float(clip_threshold(probe, tx.init(PARAMS))) == 0.0
 
 
@@ -93,6 +94,9 @@ OTHERS = {
     ),
     "of_params": optax.stateless(
         lambda u, p: jax.tree.map(lambda x: x * jnp.minimum(1.0, optax.tree.norm(p) / optax.tree.norm(u)), u)
+    ),
+    "of_largest_param": optax.stateless(
+        lambda u, p: jax.tree.map(lambda x: x * jnp.minimum(1.0, optax.tree.max(p) / optax.tree.norm(u)), u)
     ),
     "never": optax.clip_by_global_norm(jnp.inf),
     "fails": optax.stateless(lambda u, p: 1 / 0),

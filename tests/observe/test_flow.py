@@ -63,10 +63,14 @@ def test_equal_factors_are_one_factor():
 
 def test_a_number_that_an_input_decides_is_not_a_factor():
     assert marks_of(lambda x, n: x * jnp.sum(x)) == [UNKNOWN]
-    assert marks_of(lambda x, n: jax.lax.cond(jnp.sum(x) > 0, lambda y: y * 0.5, lambda y: y * 0.5, x)) == [UNKNOWN]
-    assert marks_of(lambda x, n: jax.lax.cond(n > 0, lambda y: y * 0.5, lambda y: y * 0.5, x)) == marks_of(
-        lambda x, n: x * 0.5
-    )
+    assert marks_of(lambda x, n: jax.lax.cond(jnp.sum(x) > 0, lambda y: y * 0.5, lambda y: y * 0.25, x)) == [UNKNOWN]
+    assert marks_of(lambda x, n: jnp.where(x > 0, x * 0.5, x * 0.25)) == [UNKNOWN]
+
+
+def test_branches_that_agree_are_one():
+    half = marks_of(lambda x, n: x * 0.5)
+    assert marks_of(lambda x, n: jax.lax.cond(n > 0, lambda y: y * 0.5, lambda y: y * 0.5, x)) == half
+    assert marks_of(lambda x, n: jnp.where(x > 0, x * 0.5, x * 0.5)) == half
 
 
 def test_captured_values_of_any_kind():

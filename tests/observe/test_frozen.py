@@ -1,5 +1,7 @@
 """Leaves that never move, against what the optimizer does to them in real updates."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +44,23 @@ FROZEN = {
         optax.stateless(lambda u, p: {**u, "trunk": jax.tree.map(lambda x: x * 0.0, u["trunk"])}), optax.sgd(0.1)
     ),
 }
+
+
+class Delay(NamedTuple):
+    last: dict
+    before: dict
+
+
+def delay_by_two():
+    """Hands on the gradient of two steps ago: only the third update moves anything."""
+    return optax.GradientTransformation(
+        lambda params: Delay(optax.tree.zeros_like(params), optax.tree.zeros_like(params)),
+        lambda updates, state, params=None: (state.before, Delay(updates, state.last)),
+    )
+
+
 TRAINED = {
+    "delayed": delay_by_two(),
     "adam": optax.adam(1e-2),
     "warm_up_from_zero": optax.adam(optax.linear_schedule(0.0, 0.1, 2)),
     "only_decayed": optax.chain(FREEZE, optax.adamw(1e-2, weight_decay=0.1)),

@@ -12,9 +12,8 @@ from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.wrap import wrap
 from probes_jax.stats.moments import summarize_magnitude
 from tests.observe.evaluate import KEY, assert_rows, assert_same, evaluate, make_step, observed_and_plain, start
-from tests.observe.linen_twin import Decoder, capture, decoder_names
+from tests.observe.linen_twin import TOKENS, Decoder, capture, decoder, decoder_names
 
-TOKENS = jnp.arange(6).reshape(2, 3)
 X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 
 
@@ -23,7 +22,7 @@ def mean_output(model, batch, rngs):
 
 
 def test_decoder_has_every_point_with_its_value():
-    observed, _, parts = observed_and_plain(Decoder(), mean_output, TOKENS)
+    observed, _, parts = decoder()
     output, arrays = capture(Decoder(), {"params": parts.params}, TOKENS, name=decoder_names)
     assert_rows(observed.rows, arrays)
     assert observed.captured.missing == {}
@@ -34,7 +33,7 @@ def test_decoder_has_every_point_with_its_value():
 
 
 def test_loss_and_gradients_equal_the_module_s_own():
-    observed, _, parts = observed_and_plain(Decoder(), mean_output, TOKENS)
+    observed, _, parts = decoder()
 
     def plain(params):
         streams = Rngs(KEY).streams(("params", "dropout"))
@@ -285,21 +284,22 @@ def test_off_traces_the_plain_program():
 
 
 def test_microbatches_in_a_scan_and_eval_shape():
-    binding, parts = start(Decoder(), mean_output, TOKENS)
+    binding, parts = start(Shared(), mean_output, X)
     step, _ = make_step(binding, mean_output)
 
-    def body(total, tokens):
-        (_, (values, _, _)), _ = step(parts.params, parts.state, tokens, KEY)
+    def body(total, x):
+        (_, (values, _, _)), _ = step(parts.params, parts.state, x, KEY)
         return [a.merge(b) for a, b in zip(total, values)], None
 
-    def run(tokens):
-        shapes = jax.eval_shape(step, parts.params, parts.state, tokens[0], KEY)[0][1][0]
+    def run(xs):
+        shapes = jax.eval_shape(step, parts.params, parts.state, xs[0], KEY)[0][1][0]
         first = [jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), s).identity() for s in shapes]
-        return jax.lax.scan(body, first, tokens)[0]
+        return jax.lax.scan(body, first, xs)[0]
 
-    halves = jnp.stack([TOKENS, TOKENS + 1])
+    halves = jnp.stack([X, 2.0 * X])
     merged = jax.jit(run)(halves)
-    one, two = (jax.jit(step)(parts.params, parts.state, t, KEY)[0][1][0] for t in halves)
+    step = jax.jit(step)
+    one, two = (step(parts.params, parts.state, x, KEY)[0][1][0] for x in halves)
     for got, a, b in zip(merged, one, two):
         for name, leaf in a.merge(b).leaves.items():
             np.testing.assert_allclose(got.leaves[name], leaf, rtol=1e-6)

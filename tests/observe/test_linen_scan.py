@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import DenyList
 
 from probes_jax.observe.names import label_params
 from tests.observe.evaluate import (
@@ -21,19 +22,13 @@ from tests.observe.evaluate import (
     slow_statistics,
     start,
 )
-from tests.observe.linen_twin import Decoder, capture, decoder_names, unrolled
+from tests.observe.linen_twin import TOKENS, Decoder, capture, decoder, decoder_names, unrolled
 
-TOKENS = jnp.arange(6).reshape(2, 3)
 X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 
 
 def mean_output(model, batch, rngs):
     return jnp.sum(jnp.square(model(batch)))
-
-
-@functools.cache
-def run(**options):
-    return observed_and_plain(Decoder(**options), mean_output, TOKENS)
 
 
 class NoDropout(nn.Module):
@@ -64,8 +59,12 @@ class Layer(nn.Module):
         return x + nn.tanh(y), None
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize(("depth", "axis"), [(1, 0), (2, 0), (3, 1)])
+@functools.cache
+def small(scan, remat):
+    return observed_and_plain(NoDropout(scan=scan, remat=remat), mean_output, X)
+
+
+@pytest.mark.parametrize(("depth", "axis", "remat"), [(1, 0, False), (2, 0, True), (3, 1, False)])
 def test_l013_scanned_layers_have_the_unrolled_twin_s_names_and_values(depth, axis, remat):
     scanned = NoDropout(depth=depth, scan=True, remat=remat, axis=axis)
     observed, _, parts = observed_and_plain(scanned, mean_output, X)
@@ -77,21 +76,27 @@ def test_l013_scanned_layers_have_the_unrolled_twin_s_names_and_values(depth, ax
     assert observed.captured.missing == {}
 
 
-def test_names_do_not_depend_on_scan_or_remat():
-    plain = {name for name in run().__getitem__(0).rows}
-    for options in ({"remat": True}, {"scan": True}, {"scan": True, "remat": True}):
-        assert {name for name in run(**options)[0].rows} == plain
-
-
 def test_l007_a_rematerialized_layer_counts_once_with_the_same_totals():
     for scan in (False, True):
-        without, with_remat = run(scan=scan)[0], run(scan=scan, remat=True)[0]
+        without, with_remat = (small(scan, remat)[0] for remat in (False, True))
         assert without.rows == with_remat.rows
         np.testing.assert_array_equal(without.loss, with_remat.loss)
+        assert set(without.rows) == set(small(False, False)[0].rows)
+
+
+def test_a_decoder_scanned_and_rematerialized():
+    observed, _, parts = decoder(scan=True, remat=True)
+    assert set(observed.rows) == set(decoder()[0].rows)
+    assert observed.captured.missing == {}
+    assert observed.captured.stacks == {("blocks",): (0, 2)}
+    twin = {"params": unrolled(parts.params)}
+    _, arrays = capture(Decoder(), twin, TOKENS, name=decoder_names)
+    same = ("embed", "blocks[0]/LayerNorm[0]", "blocks[0]/attn", "blocks[0]/attn/query", "blocks[0]/up")  # before dropout
+    assert_rows({name: observed.rows[name] for name in same}, arrays, only=set(same))
 
 
 def test_parameter_names_of_the_stack_are_those_of_the_twin():
-    scanned, unstacked = run(scan=True), run()
+    scanned, unstacked = small(True, False), small(False, False)
 
     def names(evaluation, parts):
         shapes = {
@@ -100,7 +105,7 @@ def test_parameter_names_of_the_stack_are_those_of_the_twin():
         return [n for labels, _ in label_params(shapes, evaluation.captured.stacks).values() for n in labels]
 
     assert sorted(names(scanned[0], scanned[2])) == sorted(names(unstacked[0], unstacked[2]))
-    assert "blocks[1]/attn/query/kernel" in names(scanned[0], scanned[2])
+    assert "blocks[1]/mlp/kernel" in names(scanned[0], scanned[2])
 
 
 # Made at import time: it holds the original `scan`.
@@ -281,30 +286,23 @@ def test_jit_inside_the_model_traced_plain_before_and_observed_twice(model):
     assert evaluate(binding, mean_output, X, parts, measure=None).captured.seen == ()
 
 
-class Carries(nn.Module):
-    """Broadcast parameters, a carried counter and every filter as wide as it can be."""
+class WideFilters(nn.Module):
+    """Parameters that every iteration shares, by filters that match any collection."""
+
+    broadcast: bool
 
     @nn.compact
     def __call__(self, x):
-        layers = nn.scan(
-            Counting, variable_broadcast="params", variable_carry=True, split_rngs={"params": False}, length=3
-        )
-        return layers(name="layer")(x, None)[0]
+        wide = {"variable_broadcast": True} if self.broadcast else {"variable_carry": DenyList("params")}
+        options = {"variable_broadcast": "params", **wide}
+        return nn.scan(Layer, **options, split_rngs={"params": False}, length=3)(name="layer")(x, None)[0]
 
 
-class Counting(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        count = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
-        count.value += 1
-        return nn.Dense(4, name="mlp")(x), None
-
-
-def test_wide_filters_of_a_scan_do_not_catch_our_collection():
-    observed, _, parts = observed_and_plain(Carries(), mean_output, X)
-    assert set(observed.rows) == {"layer/mlp", "layer", "output"}
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_wide_filters_of_a_scan_do_not_catch_our_collection(broadcast):
+    observed, _, _ = observed_and_plain(WideFilters(broadcast), mean_output, X)
+    assert set(observed.rows) == {"layer/norm", "layer/mlp", "layer", "output"}
     assert observed.rows["layer"]["count"] == 3 * X.size
-    assert observed.state["counters"]["layer"]["calls"] == parts.state["counters"]["layer"]["calls"] + 3
 
 
 class OnlyParams(nn.Module):
@@ -337,9 +335,3 @@ def test_scanning_compiles_once_in_three_steps():
     for _ in range(3):
         step(parts.params, parts.state, X, KEY)
     assert len(traces) == 1
-
-
-def test_decoder_with_dropout_has_the_values_of_its_twin():
-    observed, _, parts = run()
-    _, arrays = capture(Decoder(remat=True), {"params": parts.params}, TOKENS, name=decoder_names)
-    assert_rows(run(remat=True)[0].rows, arrays)

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from probes_jax.observe.stage import Stage, ignores_scale, is_scaling, scale_factor
+from probes_jax.observe.marks import ZERO
+from probes_jax.observe.stage import Stage, ignores_scale, is_scaling, scale_factor, stage_factors
 
 RAMP = optax.linear_schedule(0.0, 0.2, 2)
 JOINED = optax.join_schedules([RAMP, optax.cosine_decay_schedule(0.2, 50)], [5])
@@ -66,7 +67,7 @@ NOT_SCALINGS = {
     "by_element": stateless(lambda u, p: u * jnp.linspace(0.1, 1.0, u.size).reshape(u.shape)),
     "affine": stateless(lambda u, p: 2.0 * u + 1.0),
     "of_its_sign": stateless(lambda u, p: jnp.where(u > 0, u, 0.5 * u)),
-    "branch_on_update": stateless(lambda u, p: jax.lax.cond(u.sum() > 0, lambda x: 0.5 * x, lambda x: 0.5 * x, u)),
+    "branch_on_update": stateless(lambda u, p: jax.lax.cond(u.sum() > 0, lambda x: 0.5 * x, lambda x: 0.25 * x, u)),
     "integers": stateless(lambda u, p: (u * 2.0).astype(jnp.int32).astype(u.dtype)),
     "reversed": stateless(lambda u, p: jnp.flip(u)),
     "coupled": optax.stateless(lambda u, p: jax.tree.map(lambda x: x * jax.tree.leaves(u)[0].ravel()[0], u)),
@@ -107,6 +108,17 @@ def test_a_traced_rate_is_a_scaling():
     seen = []
     jax.jit(lambda rate: (seen.append(is_scaling(as_stage(optax.scale_by_learning_rate(rate)))), rate)[1])(0.1)
     assert seen == [True]
+
+
+def test_factors_of_leaves_of_one_shape():
+    tree = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
+
+    def factors(tx):
+        return stage_factors(as_stage(tx), tree, tx.init(tree))
+
+    swap = optax.stateless(lambda u, p: {"a": u["b"], "b": u["a"], "c": 2.0 * u["c"]})
+    assert factors(swap) == [None, None, (("mul", 2.0),)]
+    assert factors(optax.freeze({"a": False, "b": True, "c": False})) == [(), ZERO, ()]
 
 
 IGNORES = {

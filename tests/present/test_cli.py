@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -69,6 +70,16 @@ def test_screen_of_no_run_says_so_in_one_line(tmp_path, capsys):
     assert main(["screen", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("probes screen: no run in") and error.count("\n") == 1
+
+
+def test_screen_as_a_picture(tmp_path, capsys):
+    _record(tmp_path / "run", [(2.0, 0.0)])
+    assert main(["screen", str(tmp_path / "run"), "--svg", str(tmp_path / "screen.svg")]) == 0
+    picture = (tmp_path / "screen.svg").read_text()
+    ElementTree.fromstring(picture)
+    assert "loss/mean" in picture and "url(" not in picture.replace("url(#", "")
+    assert main(["screen", str(tmp_path / "run"), "--svg", str(tmp_path / "no" / "folder.svg")]) == 1
+    assert "folder.svg" in capsys.readouterr().err
 
 
 def test_without_a_command_the_help_is_shown(capsys):

@@ -1,0 +1,215 @@
+"""What cannot be observed in a linen model is named, with the reason, and the model runs as it would."""
+
+from __future__ import annotations
+
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import lift
+
+from probes_jax.observe.wrap import wrap
+from probes_jax.stats.moments import summarize_magnitude
+from tests.observe.evaluate import assert_same, evaluate, observed_and_plain, start
+
+X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
+
+
+def mean_output(model, batch, rngs):
+    return jnp.sum(jnp.square(model(batch)))
+
+
+class Branches(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer, other = nn.Dense(4, name="layer"), nn.Dense(4, name="other")
+        both = layer(x) + other(x)  # so that the parameters exist before the branches
+
+        def first(module, x):
+            return layer(x)
+
+        def second(module, x):
+            return nn.tanh(other(layer(x)))
+
+        return both + nn.cond(x[0, 0] > 0, first, second, self, x)
+
+
+class Looped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(4, name="layer")
+        x = layer(x)
+        carry = (0, x)
+        return nn.while_loop(lambda m, c: c[0] < 2, lambda m, c: (c[0] + 1, nn.Dense(4, name="layer")(c[1])), self, carry)[1]
+
+
+def names(captured):
+    return [str(point) for point in captured.points], {str(p): reason for p, reason in captured.missing.items()}
+
+
+def test_branches_are_named_and_the_rest_reports():
+    observed, _, _ = observed_and_plain(Branches(), mean_output, X)
+    present, missing = names(observed.captured)
+    assert present == ["layer", "other", "output"]
+    assert set(missing) == {"layer#1", "layer#2", "other#1"}
+    assert "nn.cond" in missing["layer#1"]
+    assert "move the module out" in missing["layer#1"]
+
+
+class Derivative(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y, pullback = nn.vjp(lambda module, x: nn.Dense(4, name="layer")(x), self, x)
+        return y + pullback(jnp.ones_like(y))[1]
+
+
+def test_a_derivative_inside_the_model():
+    observed, _, _ = observed_and_plain(Derivative(), mean_output, X)
+    present, missing = names(observed.captured)
+    assert present == ["output"]
+    assert "nn.vjp" in missing["layer"]
+
+
+class OnlyParamsJit(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(nn.Dense, variables="params")(4, name="layer")(x)
+
+
+def test_a_transform_that_does_not_carry_new_variables():
+    observed, _, _ = observed_and_plain(OnlyParamsJit(), mean_output, X)
+    present, missing = names(observed.captured)
+    assert present == ["output"]
+    assert "variables=True" in missing["layer"]
+
+
+class RawTransform(nn.Module):
+    """A JAX transform inside the model, around a nested `apply` and around a bound submodule."""
+
+    def setup(self):
+        self.layer = nn.Dense(4)
+
+    def __call__(self, x):
+        x = self.layer(x)
+        variables = self.layer.variables
+        x = jax.checkpoint(lambda x: self.layer.apply(variables, x))(x)
+        return jax.checkpoint(self.layer)(x) if not self.is_initializing() else x
+
+
+def test_a_raw_jax_transform_leaks_nothing_and_is_named():
+    observed, _, _ = observed_and_plain(RawTransform(), mean_output, X)
+    present, missing = names(observed.captured)
+    assert present == ["layer", "output"]
+    assert set(missing) == {"layer#1", "layer#2"}
+    assert all("nn.remat" in reason for reason in missing.values())
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="layer")(x)
+
+
+class Batched(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+@pytest.mark.parametrize("transform", [jax.checkpoint, jax.vmap])
+def test_a_model_called_inside_a_transform_in_the_loss_function(transform):
+    def loss_fn(model, batch, rngs):
+        return jnp.sum(model(batch)) + jnp.sum(transform(model)(batch))
+
+    observed, _, _ = observed_and_plain(Plain(), loss_fn, X)
+    present, missing = names(observed.captured)
+    assert present == ["layer", "output"]
+    assert set(missing) == {"layer#1", "output#1"}
+    assert "loss_fn" in missing["output#1"]
+    assert len(observed.outputs) == 1
+
+
+def test_a_model_first_called_inside_a_transform_says_so():
+    with pytest.raises(ValueError, match="first called inside a JAX transform"):
+        wrap(Plain()).init(lambda model, batch, rngs: jnp.sum(jax.checkpoint(model)(batch)), X, jax.random.key(0))
+
+
+def test_state_that_could_not_be_carried_is_an_error_of_flax_not_a_silent_loss():
+    binding, parts = start(Batched(), mean_output, X)
+    bound = binding.bind(parts.params, parts.state)
+    with pytest.raises(Exception, match="immutable"):
+        jax.checkpoint(bound)(X)
+
+
+def test_values_lost_without_lift_s_inner_functions_are_still_named(monkeypatch):
+    monkeypatch.setattr("probes_jax.observe.linen_lift.patched", lambda patches: __import__("contextlib").nullcontext())
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(Body, {"params": 0}, split_rngs={"params": True}, length=2)
+            return layers(name="layers")(x, None)[0]
+
+    observed, _, _ = observed_and_plain(Scanned(), mean_output, X)
+    present, missing = names(observed.captured)
+    assert present == ["output"]
+    assert set(missing) == {"layers", "layers/mlp"}
+
+
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(4, name="mlp")(x), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.scan(Body, {"params": 0}, split_rngs={"params": True}, length=2)(name="layers")(x, None)[0]
+
+
+def test_two_threads_observe_and_a_third_runs_plain():
+    binding, parts = start(Scanned(), mean_output, X)
+    before = lift.pack
+    results, errors = {}, []
+    gate = threading.Barrier(3)
+
+    def work(name, measure):
+        try:
+            gate.wait()
+            for _ in range(3):
+                results[name] = evaluate(binding, mean_output, X, parts, measure=measure, jit=lambda f: f)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=args)
+        for args in (("a", summarize_magnitude), ("b", summarize_magnitude), ("plain", None))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert results["a"].rows == results["b"].rows
+    assert len(results["a"].rows) == 5
+    assert results["plain"].captured.seen == ()
+    assert_same(results["a"].grads, results["plain"].grads)
+    assert lift.pack is before
+
+
+def test_a_module_that_is_never_called_is_absent_not_missing():
+    class Unused(nn.Module):
+        def setup(self):
+            self.used, self.unused = nn.Dense(4), nn.Dense(4)
+
+        def __call__(self, x):
+            return self.used(x) + (0.0 if not self.is_initializing() else self.unused(x))
+
+    observed, _, _ = observed_and_plain(Unused(), mean_output, X)
+    assert set(observed.rows) == {"used", "output"}
+    assert observed.captured.missing == {}
+    assert np.all(observed.grads["unused"]["kernel"] == 0)

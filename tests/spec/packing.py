@@ -1,0 +1,31 @@
+"""Report buffers made by hand: the layout's contract, written the other way round."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from probes_jax.spec.layout import FORMAT, HEADER, PROGRAMS, Layout
+from probes_jax.spec.summary import LIMB_BITS, LIMBS, Reduce
+
+
+def limbs(*counts: int) -> np.ndarray:
+    """Counts to float32 limbs `[n, 4]`, lowest first."""
+    mask = 2**LIMB_BITS - 1
+    rows = [
+        [(c >> (LIMB_BITS * i)) & mask if i < LIMBS - 1 else c >> (LIMB_BITS * i) for i in range(LIMBS)] for c in counts
+    ]
+    return np.asarray(rows, np.float32)
+
+
+def pack(layout: Layout, *entries: dict[str, object], step: int = 7, fresh: int = 1) -> np.ndarray:
+    """The buffer of a report: one dict of leaves for each entry, in order."""
+    words = [np.asarray([FORMAT, step, fresh, PROGRAMS.index(layout.program)], np.uint32)]
+    assert len(words[0]) == HEADER
+    for reduce in (Reduce.SUM, Reduce.MAX, Reduce.RAW):
+        for slot in layout.section(reduce):
+            value = np.asarray(entries[slot.entry][slot.leaf.name])
+            bits = value.astype(np.uint32) if reduce is Reduce.RAW else value.astype(np.float32).view(np.uint32)
+            words.append(np.broadcast_to(bits, slot.shape).ravel())
+    buffer = np.concatenate(words)
+    assert buffer.shape == (layout.size,)
+    return buffer

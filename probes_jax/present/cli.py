@@ -112,6 +112,8 @@ def _screen(chosen: argparse.Namespace) -> int:
         print_screen(open_run(chosen.run), console)
         if chosen.svg is not None:
             pathlib.Path(chosen.svg).write_text(as_svg(console, f"probes screen {chosen.run}"), encoding="utf-8")
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         print(f"probes screen: {error}", file=sys.stderr)
         return 1

@@ -84,6 +84,13 @@ class Layout:
         if twice:
             raise ValueError(f"two entries of one report share the name {sorted(twice)[0]!r}; names must be unique")
 
+    def __hash__(self) -> int:
+        return self._hash  # thousands of names: hashed once
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.program, self.entries))
+
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
         """All leaves in buffer order: sums, then maxima, then raw words."""

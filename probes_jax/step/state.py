@@ -91,7 +91,7 @@ class TrainState:
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ValueError(f"microbatches must be an integer of at least 1, got {microbatches!r}")
         scale = as_loss_scale(loss_scale)
-        key = jax.random.key(rngs) if isinstance(rngs, int) else rngs
+        key = _as_key(rngs)
         binding = wrap(model)
         core, partition = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale)
         settings = describe(
@@ -121,3 +121,15 @@ class TrainState:
     def module(self) -> Any:
         """The model with the current weights: a fresh nnx module, or linen variables for `module.apply`."""
         return self.settings.binding.module(join(self.params, self.frozen), self.model_state)
+
+
+def _as_key(rngs: Any) -> jax.Array:
+    """A typed random key from what a user may give: a typed key, raw key data, an integer seed."""
+    if isinstance(rngs, int) and not isinstance(rngs, bool):
+        return jax.random.key(rngs)
+    dtype = getattr(rngs, "dtype", None)
+    if dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key) and rngs.shape == ():
+        return rngs
+    if dtype == np.uint32 and rngs.ndim == 1:
+        return jax.random.wrap_key_data(rngs)
+    raise TypeError(f"rngs must be a jax.random.key or an integer seed, got {type(rngs).__name__}")

@@ -66,6 +66,11 @@ def test_without_signals_no_handler_is_installed(earlier):
 def test_a_handler_put_over_ours_stays(earlier):
     target, later = _Target(), _Target()
     shutdown.watch(target, signals=True)
+    signal.signal(signal.SIGTERM, replaced := lambda *_: None)
+    shutdown.unwatch(target)
+    assert signal.getsignal(signal.SIGTERM) is replaced
+    signal.signal(signal.SIGTERM, earlier[0])
+    shutdown.watch(target, signals=True)
     ours = signal.getsignal(signal.SIGTERM)
 
     def theirs(number, stack):

@@ -1,0 +1,241 @@
+"""Transforms inside nnx models: remat reports everything, what cannot report is named."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from probes_jax.observe.names import label_params
+from probes_jax.stats.moments import summarize_magnitude
+from tests.observe.evaluate import assert_rows, assert_same, evaluate, observed_and_plain, start
+from tests.observe.nnx_models import Decoder
+
+TOKENS = jnp.arange(6).reshape(2, 3)
+X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
+
+
+def mean_output(model, batch, rngs):
+    return jnp.sum(jnp.square(model(batch)))
+
+
+@functools.cache
+def run(forward):
+    return observed_and_plain(Decoder(nnx.Rngs(0), forward), mean_output, TOKENS)
+
+
+@pytest.mark.parametrize("forward", ["remat", "no_updates", "tree"])
+def test_l007_a_rematerialized_layer_counts_once_with_the_same_totals(forward):
+    plain, observed = run("plain")[0], run(forward)[0]
+    assert list(observed.rows) == list(plain.rows)
+    for name, row in observed.rows.items():
+        assert row == pytest.approx(plain.rows[name], rel=1e-6), name
+    assert observed.captured.missing == {}
+    np.testing.assert_allclose(observed.loss, plain.loss, rtol=1e-6)
+
+
+class SharedInRemat(nnx.Module):
+    """One layer: twice through the same rematerialized function, once directly, once through its own."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+        self.method = Method(rngs)
+
+    def __call__(self, x):
+        block = nnx.remat(lambda layer, x: jnp.tanh(layer(x)))
+        x = block(self.layer, block(self.layer, x))
+        return self.method(self.layer(x))
+
+
+class Method(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 4, rngs=rngs)
+
+    @nnx.remat
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def test_a_shared_layer_in_remat_and_a_rematerialized_method():
+    observed, _, parts = observed_and_plain(SharedInRemat(nnx.Rngs(0)), mean_output, X)
+    kernel, x, expected = parts.params["layer"]["kernel"], X, {}
+    for name in ("layer", "layer#1"):
+        expected[name] = x @ kernel
+        x = jnp.tanh(x @ kernel)
+    expected["layer#2"] = x @ kernel
+    y = x @ kernel @ parts.params["method"]["inner"]["kernel"]
+    assert_rows(observed.rows, {**expected, "method/inner": y, "method": y, "output": y})
+    assert list(observed.rows) == ["layer", "layer#1", "layer#2", "method/inner", "method", "output"]
+
+
+class Raw(nnx.Module):
+    """JAX's own checkpoint around one layer, nnx's around another."""
+
+    def __init__(self, rngs):
+        self.raw = nnx.Linear(4, 4, rngs=rngs)
+        self.good = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = jax.checkpoint(lambda x: self.raw(x))(x)
+        return nnx.remat(lambda layer, x: layer(x))(self.good, x)
+
+
+def test_a_raw_jax_transform_is_named():
+    observed, _, _ = observed_and_plain(Raw(nnx.Rngs(0)), mean_output, X)
+    assert list(observed.rows) == ["good", "output"]
+    ((point, reason),) = observed.captured.missing.items()
+    assert str(point) == "raw"
+    assert "nnx.remat" in reason
+
+
+class SplitState(nnx.Module):
+    """Merges a layer inside a checkpointed function: its new values never come back."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        graphdef, state = nnx.split(self.layer)
+        return jax.checkpoint(lambda state, x: nnx.merge(graphdef, state)(x))(state, x)
+
+
+def test_a_layer_merged_inside_a_transform_is_named():
+    observed, _, _ = observed_and_plain(SplitState(nnx.Rngs(0)), mean_output, X)
+    assert list(observed.rows) == ["output"]
+    assert [str(point) for point in observed.captured.missing] == ["layer"]
+
+
+class Scanned(nnx.Module):
+    """Stacked layers in a scan."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
+        self.layers = make(rngs.fork(split=2))
+
+    def __call__(self, x):
+        run = nnx.scan(lambda layer, x: jnp.tanh(layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return run(self.layers, x)
+
+
+class StrictFilters(nnx.Module):
+    """A scan whose axes name each kind of variable: one more kind is an error."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
+        self.layers = make(rngs.fork(split=2))
+        self.good = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({nnx.Param: 0})
+        x = nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+        return self.good(x)
+
+
+class Cell(nnx.Module):
+    """A module in the carry of a scan: its structure may not change."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda c, _: ((c[0], c[0](c[1])), None), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        return run((self.layer, x), jnp.zeros(3))[0][1]
+
+
+def test_stacked_layers_have_a_row_each():
+    observed, _, parts = observed_and_plain(Scanned(nnx.Rngs(0)), mean_output, X)
+    kernel, bias = parts.params["layers"]["kernel"], parts.params["layers"]["bias"]
+    first = X @ kernel[0] + bias[0]
+    second = jnp.tanh(first) @ kernel[1] + bias[1]
+    assert_rows(observed.rows, {"layers[0]": first, "layers[1]": second, "output": jnp.tanh(second)})
+
+
+@pytest.mark.parametrize("model", [StrictFilters, Cell])
+def test_a_transform_that_takes_no_slot_runs_as_it_would_and_is_named(model):
+    observed, _, _ = observed_and_plain(model(nnx.Rngs(0)), mean_output, X)
+    assert "output" in observed.rows
+    assert len(observed.captured.missing) >= 1
+    assert all("does not take a Variable more" in reason for reason in observed.captured.missing.values())
+    assert set(observed.captured.points) | set(observed.captured.missing) == set(observed.captured.seen)
+
+
+class Jitted(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    @nnx.jit
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jitted(layer, x)
+        return x
+
+
+@nnx.jit
+def jitted(layer, x):
+    return layer(x)
+
+
+def test_jit_inside_the_model_traced_plain_before_and_observed_twice():
+    module = Jitted(nnx.Rngs(0))
+    module(X)
+    binding, parts = start(module, mean_output, X)
+    plain = evaluate(binding, mean_output, X, parts, measure=None)
+    first, second = (evaluate(binding, mean_output, X, parts) for _ in range(2))
+    assert list(first.rows) == ["layers[0]", "layers[1]", "output"]
+    assert first.rows == second.rows
+    assert first.rows["layers[0]"] != first.rows["layers[1]"]
+    assert_same(plain.grads, first.grads)
+
+
+@pytest.mark.parametrize("transform", [jax.checkpoint, jax.vmap])
+def test_a_model_called_inside_a_transform_in_the_loss_function(transform):
+    def loss_fn(model, batch, rngs):
+        return jnp.sum(model(batch)) + jnp.sum(transform(model)(batch))
+
+    observed, _, _ = observed_and_plain(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))), loss_fn, X)
+    assert list(observed.rows) == ["layers[0]", "output"]
+    assert {str(p) for p in observed.captured.missing} == {"layers[0]#1", "output#1"}
+    assert all("loss_fn" in reason for reason in observed.captured.missing.values())
+    assert len(observed.outputs) == 1
+
+
+def test_the_parameters_of_both_styles_have_the_same_names():
+    _, _, parts = run("remat")
+    shapes = {
+        tuple(k.key for k in path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(parts.params)
+    }
+    names = [labels[0] for labels, _ in label_params(shapes, {}).values()]
+    assert "blocks[1]/up/kernel" in names
+    assert len(set(names)) == len(names)
+
+
+def test_two_threads_observe_and_a_third_runs_plain():
+    before = nnx.Linear.__call__
+    binding, parts = start(SharedInRemat(nnx.Rngs(0)), mean_output, X)
+    results, errors = {}, []
+    gate = threading.Barrier(3)
+
+    def work(name, measure):
+        try:
+            gate.wait()
+            for _ in range(2):
+                results[name] = evaluate(binding, mean_output, X, parts, measure=measure, jit=lambda f: f)
+        except Exception as error:
+            errors.append(error)
+
+    jobs = (("a", summarize_magnitude), ("b", summarize_magnitude), ("plain", None))
+    threads = [threading.Thread(target=work, args=args) for args in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert results["a"].rows == results["b"].rows
+    assert len(results["a"].rows) == 6
+    assert results["plain"].captured.seen == ()
+    assert nnx.Linear.__call__ is before

@@ -92,7 +92,7 @@ def score_spikes(
     z = np.float32(NORMAL_MAD) * (u - q) / jnp.maximum(deviation, np.float32(floor))
     z = jnp.where(finite, z, jnp.inf)
     scored = applicable & (has_history | ~finite)
-    return push(state, u, applicable & finite), SpikeScores(u, q, deviation, z, applicable, has_history, scored)
+    return push(state, u, applicable), SpikeScores(u, q, deviation, z, applicable, has_history, scored)
 
 
 def is_spike(scores: SpikeScores, theta: float) -> jax.Array:

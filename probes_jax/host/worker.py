@@ -29,6 +29,10 @@ _P0_PRESSURE = 0.25  # so full is the backlog that full reports give the sinks o
 _FLIGHT_PRESSURE = 0.5  # so full is it that only the flight record gets a report
 
 
+def _always() -> bool:
+    return True
+
+
 class Worker:
     """Takes reports from the backlog, in order, to the flight record and the sinks.
 
@@ -128,9 +132,10 @@ class Worker:
             delivery.request(ticket)
 
     def _handle(self, item: Pending) -> None:
-        pressure = self.backlog.pressure
         try:
-            self._read(item, pressure)
+            # While the device still computes, a long backlog is the training thread's lead, not the host's delay.
+            behind = getattr(item.buffer, "is_ready", _always)()
+            self._read(item, self.backlog.pressure if behind else 0.0)
         except Exception as error:  # a failed computation, a buffer that does not fit its layout
             self.failed += 1
             self.last_error = f"{type(error).__name__}: {error}"

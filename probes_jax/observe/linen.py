@@ -38,7 +38,9 @@ class LinenBinding(Binding):
 
     def __init__(self, module: nn.Module, streams: tuple[str, ...] = ("params", "dropout")) -> None:
         if module.scope is not None:
-            raise ValueError("wrap() got a linen module that is bound to variables; pass the unbound module (m.unbind()[0])")
+            raise ValueError(
+                "wrap() got a linen module that is bound to variables; pass the unbound module (m.unbind()[0])"
+            )
         self.wrapped = module
         self.streams = tuple(dict.fromkeys(("params", *streams)))
         self._specs: ModelParts | None = None
@@ -240,8 +242,8 @@ class _Initializing(LinenBound):
     def _mutable(self, wanted: Any, recorder: LinenRecorder | None, within: bool) -> Any:
         if not within and not self.made:
             raise ValueError(
-                "the model is first called inside a JAX transform in loss_fn, where its variables cannot be made; call it "
-                "outside of the transform, put the transform in the model (nn.remat, nn.vmap), or pass variables="
+                "the model is first called inside a JAX transform in loss_fn, where its variables cannot be made; call "
+                "it outside of the transform, put the transform in the model (nn.remat, nn.vmap), or pass variables="
             )
         return union_filters(wanted, DenyList(NOT_STATE))
 

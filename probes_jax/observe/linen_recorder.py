@@ -25,7 +25,9 @@ RAW = (
     "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan); use nn.remat, nn.vmap or "
     "nn.scan instead"
 )
-OUTSIDE = "the model is called inside a JAX transform in loss_fn; call it outside of it, or put the transform in the model"
+OUTSIDE = (
+    "the model is called inside a JAX transform in loss_fn; call it outside of it, or put the transform in the model"
+)
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
     "module out of it"
@@ -84,7 +86,8 @@ class LinenRecorder:
     @contextlib.contextmanager
     def recording(self, root: nn.Module) -> Iterator[None]:
         """Intercepts method calls and lifted transforms while the block runs."""
-        frames, self._frames = self._frames, [_Call(root, root.scope, "", None, own=True, observed=False)]
+        frames = self._frames
+        self._frames = [_Call(root, root.scope, "", None, own=True, observed=False)]
         try:
             with linen_lift.carrying(self), nn.intercept_methods(self._intercept):
                 yield
@@ -97,11 +100,14 @@ class LinenRecorder:
 
     # ---- calls
 
-    def _intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        if context.module.scope is None:
+    def _intercept(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
+        scope = context.module.scope
+        if scope is None:
             return call(*args, **kwargs)
         self._restart()
-        frame = self._frame(context)
+        frame = self._frame(context, scope)
         self._frames.append(frame)
         try:
             output = call(*args, **kwargs)
@@ -115,10 +121,9 @@ class LinenRecorder:
         if isinstance(top, _Lift) and top.name in linen_lift.CARRIED:
             del self.visits[top.mark :]
 
-    def _frame(self, context: nn.module.InterceptorContext) -> _Call:
+    def _frame(self, context: nn.module.InterceptorContext, scope: Any) -> _Call:
         module, method = context.module, context.method_name
         function = context.orig_method.func
-        scope = module.scope
         hidden = (
             (method.startswith("_") and method != "__call__")
             or method == "setup"
@@ -166,10 +171,10 @@ class LinenRecorder:
     def _reason(self, owner: _Call) -> str | None:
         if self.blocked:
             return self.blocked
+        refused = [f.name for f in self._frames if isinstance(f, _Lift) and f.name in linen_lift.REFUSED]
+        if refused:
+            return f"inside nn.{refused[-1]}, which is not observed; move the module out of nn.{refused[-1]}"
         if not owner.scope.is_mutable_collection(self.collection):
-            refused = [f.name for f in self._frames if isinstance(f, _Lift) and f.name in linen_lift.REFUSED]
-            if refused:
-                return f"inside nn.{refused[-1]}, which is not observed; move the module out of nn.{refused[-1]}"
             return NOT_CARRIED
         if owner.scope.trace_level != tracers.current_trace():
             return RAW

@@ -15,6 +15,7 @@ from flax.linen import spmd
 from probes_jax.observe.compare import check_arrays, some
 from probes_jax.observe.patch import patched
 
+
 def conform(old: Any, new: Any) -> Any:
     """`new` in the structure of `old`.
 
@@ -41,20 +42,22 @@ def check_variables(variables: Any, expected: Mapping[str, Any], dropped: tuple[
         A dict of collections; only `params` when only parameters were given.
     """
     if not isinstance(variables, Mapping):
-        raise TypeError(f"variables must be a dict with 'params', or a dict of parameters, got {type(variables).__name__}")
+        raise TypeError(
+            f"variables must be a dict with 'params', or a dict of parameters, got {type(variables).__name__}"
+        )
     given = unfreeze(dict(variables))
     whole = isinstance(given.get("params"), Mapping)
     if not whole and not set(given) & set(expected["params"]):
         raise ValueError(
-            f"variables has no 'params' (its keys: {some(given)}); pass {{'params': ..., ...}}, or the parameters alone, "
-            f"with the keys {some(expected['params'])}"
+            f"variables has no 'params' (its keys: {some(given)}); pass {{'params': ..., ...}}, or the parameters "
+            f"alone, with the keys {some(expected['params'])}"
         )
     given = {k: v for k, v in given.items() if k not in dropped} if whole else {"params": given}
     lacking = [name for name in expected if whole and name not in given and jax.tree.leaves(expected[name])]
     if lacking:
         raise ValueError(
-            f"variables has no collection {lacking[0]!r}, which this model carries; add it, or pass the parameters alone "
-            "to start it anew"
+            f"variables has no collection {lacking[0]!r}, which this model carries; add it, or pass the parameters "
+            "alone to start it anew"
         )
     for name in (name for name in expected if name in given):
         check_arrays(f"variables[{name!r}]", meta.unbox(given[name]), meta.unbox(expected[name]))
@@ -65,11 +68,9 @@ def specs_of(variables: Any) -> Any:
     """The `PartitionSpec` of each boxed array; None for an array without a box."""
 
     def spec(leaf: Any) -> Any:
-        if not isinstance(leaf, meta.AxisMetadata) or not hasattr(leaf, "get_partition_spec"):
-            return None
         if isinstance(leaf, spmd.LogicallyPartitioned):
             return spmd.logical_to_mesh_axes(leaf.names, leaf.rules)
-        return leaf.get_partition_spec()
+        return leaf.get_partition_spec() if isinstance(leaf, meta.Partitioned) else None
 
     return jax.tree.map(spec, variables, is_leaf=meta.is_axis_metadata)
 

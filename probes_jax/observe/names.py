@@ -12,9 +12,9 @@ meaning in names are percent-encoded.
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Path = tuple[str, ...]
 Stacks = Mapping[Path, tuple[int, int]]  # parameter path prefix -> (layer axis, number of layers)
@@ -70,48 +70,50 @@ class Names:
         return "/".join(parts)
 
     def _siblings(self, parent: Path) -> dict[str, str]:
+        """Element to name, for all below `parent`."""
         if parent not in self._cache:
             first = self._first.get(parent, [])
             second = [element for element in self._second.get(parent, []) if element not in first]
-            texts: dict[str, str] = {}
-            for group in (first, second):
-                texts.update(self._name(parent, group, texts))
-            self._cache[parent] = texts
+            family = _Family(parent, [*first, *second], self._is_indexed, self._stacks)
+            names = family.names(first, {})
+            self._cache[parent] = {**names, **family.names(second, names)}
         return self._cache[parent]
 
-    def _name(self, parent: Path, group: list[str], taken: Mapping[str, str]) -> dict[str, str]:
-        """Applies the rules to siblings, those of higher rank (`taken`) already having their names."""
-        short = _unless_clash(group, lambda e: _LIFTED.sub("", e), set(group) | set(taken))
-        texts = {element: self._text(parent, element, short[element]) for element in group}
-        names = [*taken.values(), *texts.values()]
-        return {e: text if names.count(text) == 1 else escape(e) for e, text in texts.items()}
+    def _is_indexed(self, path: Path) -> bool:
+        """Whether an index follows the name: a list, or a scanned layer."""
+        children = (*self._first.get(path, ()), *self._second.get(path, ()))
+        return path in self._stacks or any(_INDEX.fullmatch(child) for child in children)
 
-    def _text(self, parent: Path, element: str, short: str) -> str:
+
+class _Family:
+    """The rules for the elements below one parent."""
+
+    def __init__(
+        self, parent: Path, elements: list[str], is_indexed: Callable[[Path], bool], stacks: frozenset[Path]
+    ) -> None:
+        self._parent = parent
+        self._stacks = stacks
+        self._lists = {_base(e) for e in elements if is_indexed((*parent, e))}
+        stripped = [_LIFTED.sub("", e) for e in elements]
+        self._bases = collections.Counter(re.sub(r"_\d+\Z", "", e) for e in stripped)
+
+    def names(self, group: list[str], taken: Mapping[str, str]) -> dict[str, str]:
+        """Names of siblings, those of higher rank (`taken`) already having theirs."""
+        short = _unless_clash(group, lambda e: _LIFTED.sub("", e), {*group, *taken})
+        texts = {element: self._text(element, short[element]) for element in group}
+        count = collections.Counter([*taken.values(), *texts.values()])
+        return {e: text if count[text] == 1 else escape(e) for e, text in texts.items()}
+
+    def _text(self, element: str, short: str) -> str:
         numbered = _NUMBERED.fullmatch(short)
-        if (*parent, element) in self._stacks:
-            alone = numbered and numbered[2] == "0" and not self._has_base(parent, element, numbered[1])
-            return escape(numbered[1] if numbered and alone else short)
-        if parent and _INDEX.fullmatch(element):
+        if self._parent and _INDEX.fullmatch(element):
             return f"[{element}]"
-        if numbered and not self._has_indexed(parent, numbered[1]):
+        if (*self._parent, element) in self._stacks:
+            alone = numbered is not None and numbered[2] == "0" and self._bases[numbered[1]] == 1
+            return escape(numbered[1] if numbered and alone else short)
+        if numbered and numbered[1] not in self._lists:
             return f"{escape(numbered[1])}[{numbered[2]}]"
         return escape(short)
-
-    def _all(self, parent: Path) -> list[str]:
-        return [*self._first.get(parent, []), *self._second.get(parent, [])]
-
-    def _has_base(self, parent: Path, element: str, base: str) -> bool:
-        """Whether a sibling is named `base`, or `base` and a number."""
-        pattern = re.compile(rf"{re.escape(base)}(_\d+)?")
-        return any(e != element and pattern.fullmatch(_LIFTED.sub("", e)) for e in self._all(parent))
-
-    def _is_indexed(self, parent: Path, element: str) -> bool:
-        """Whether the name of `element` is followed by an index: a list, or a scanned layer."""
-        path = (*parent, element)
-        return path in self._stacks or any(_INDEX.fullmatch(child) for child in self._all(path))
-
-    def _has_indexed(self, parent: Path, base: str) -> bool:
-        return any(_base(e) == base and self._is_indexed(parent, e) for e in self._all(parent))
 
 
 def _base(element: str) -> str:
@@ -128,11 +130,11 @@ def _children(paths: Iterable[Path]) -> dict[Path, list[str]]:
     return {parent: list(names) for parent, names in children.items()}
 
 
-def _unless_clash(group: list[str], rule: Any, everyone: set[str]) -> dict[str, str]:
+def _unless_clash(group: list[str], rule: Callable[[str], str], everyone: set[str]) -> dict[str, str]:
     """`rule` applied to each element, except where two would become the same."""
     result = {element: rule(element) for element in group}
-    values = list(result.values())
-    return {e: r if values.count(r) == 1 and (r == e or r not in everyone) else e for e, r in result.items()}
+    count = collections.Counter(result.values())
+    return {e: r if count[r] == 1 and (r == e or r not in everyone) else e for e, r in result.items()}
 
 
 def expand(name: str, index: Sequence[int]) -> str:

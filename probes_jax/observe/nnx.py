@@ -16,7 +16,7 @@ from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure
 from probes_jax.observe.census import settle
 from probes_jax.observe.compare import check_arrays
 from probes_jax.observe.names import Path
-from probes_jax.observe.nnx_recorder import OUTSIDE, NNXRecorder
+from probes_jax.observe.nnx_recorder import OUTSIDE, Marks, NNXRecorder
 from probes_jax.observe.rngs import Rngs
 
 
@@ -48,7 +48,7 @@ class NNXBinding(Binding):
         self._graphdef, state = nnx.split(module, graph=True)
         self._leaves = {tuple(map(str, where)): _leaf(where, x) for where, x in nnx.to_flat_state(state)}
         self._take_ownership = take_ownership
-        self.uses_transforms: bool | None = None  # whether slots are needed; None until the first trace
+        self.marks = Marks.SLOTS
 
     def _select(self, kind: Callable[[_Leaf], bool]) -> dict[Path, _Leaf]:
         return {path: leaf for path, leaf in self._leaves.items() if kind(leaf)}
@@ -145,7 +145,7 @@ class NNXBound(Bound):
             output = reach(self._module)(*args, **kwargs)
         elif not within:
             self._recorder.blocked = OUTSIDE
-            output = self._attempt(reach, args, kwargs, slots=False)
+            output = self._attempt(reach, args, kwargs, Marks.NONE)
             self._recorder.blocked = None
         else:
             output = self._observe(self._recorder, reach, args, kwargs)
@@ -154,34 +154,29 @@ class NNXBound(Bound):
         return output
 
     def _observe(self, recorder: NNXRecorder, reach: Reach, args: Any, kwargs: Any) -> Any:
-        """Runs once where no module is inside a transform, which most models satisfy; else again, with slots.
+        """Runs the model with the marks it takes.
 
-        Slots are more Variables on the modules, and a model may be written so that it fails with them. Then it runs
-        without, and what is inside transforms is reported as missing.
+        A model may be written so that it fails with a Variable or an attribute more. Then it runs again with fewer
+        marks, and what cannot be reported so is named. An error that is the model's own is raised by the last run.
         """
-        binding, mark, saved = self._binding, recorder.mark, _save(self._module)
-        if not binding.uses_transforms:
-            output = self._attempt(reach, args, kwargs, slots=False)
-            if binding.uses_transforms is False or not recorder.inner:
+        saved, start = _save(self._module), recorder.mark
+        for marks in range(self._binding.marks, Marks.NONE, -1):
+            try:
+                output = self._attempt(reach, args, kwargs, Marks(marks))
+            except Exception as error:
+                recorder.refuse(start, error)
+                self._module = nnx.merge(saved[0], jax.tree.map(lambda x: x, saved[1]))
+            else:
+                self._binding.marks = Marks(marks)
                 return output
-            binding.uses_transforms = True
-            self._restore(recorder, mark, saved)
-        try:
-            return self._attempt(reach, args, kwargs, slots=True)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        self._restore(recorder, mark, saved)
-        recorder.refused = f"inside a transform that does not take a Variable more ({failure}); move the module out of it"
-        return self._attempt(reach, args, kwargs, slots=False)
+        output = self._attempt(reach, args, kwargs, Marks.NONE)
+        self._binding.marks = Marks.NONE
+        return output
 
-    def _attempt(self, reach: Reach, args: Any, kwargs: Any, *, slots: bool) -> Any:
+    def _attempt(self, reach: Reach, args: Any, kwargs: Any, marks: Marks) -> Any:
         assert self._recorder is not None
-        with self._recorder.recording(self._module, slots=slots):
+        with self._recorder.recording(self._module, marks):
             return reach(self._module)(*args, **kwargs)
-
-    def _restore(self, recorder: NNXRecorder, mark: tuple[int, int], saved: tuple[Any, Any]) -> None:
-        recorder.forget(mark)
-        self._module = nnx.merge(saved[0], jax.tree.map(lambda x: x, saved[1]))
 
     def finish(self) -> Captured:
         """See `Bound.finish`."""
@@ -193,7 +188,7 @@ class NNXBound(Bound):
         state = _nest({path: _leaf((), now[path]).value if path in now else value for path, value in old.items()})
         if self._recorder is None:
             return Captured({}, state, self._outputs, (), {}, {})
-        result = settle(self._recorder.visits, self._recorder.returned, self._binding.params, ())
+        result = settle(self._recorder.visits, self._recorder.placed(), self._binding.params, ())
         return Captured(result.points, state, self._outputs, tuple(result.seen), result.missing, {})
 
 
@@ -212,7 +207,9 @@ def _save(module: Any) -> tuple[Any, Any]:
 def _follows(value: Any) -> bool:
     """Whether a value is a module, a method of one, or a container of modules."""
     leaves = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.Variable))
-    return any(isinstance(leaf, nnx.Module) or isinstance(getattr(leaf, "__self__", None), nnx.Module) for leaf in leaves)
+    return any(
+        isinstance(leaf, nnx.Module) or isinstance(getattr(leaf, "__self__", None), nnx.Module) for leaf in leaves
+    )
 
 
 def _flatten(tree: Any, path: Path = ()) -> dict[Path, Any]:
@@ -236,7 +233,8 @@ def _check(variables: Any, params: Any) -> Any:
         variables = nnx.to_pure_dict(nnx.filter_state(variables, nnx.Param))
     if not isinstance(variables, Mapping):
         raise TypeError(
-            f"variables of an nnx model must be a nested dict or an nnx.State of parameters, got {type(variables).__name__}"
+            "variables of an nnx model must be a nested dict or an nnx.State of parameters, "
+            f"got {type(variables).__name__}"
         )
     given = _nest(_flatten(variables))
     check_arrays("variables", given, params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import inspect
 import itertools
@@ -46,70 +47,98 @@ _active = _Active()
 _numbers = itertools.count()
 
 
+class Marks(enum.IntEnum):
+    """What is put on the modules of one evaluation while they run."""
+
+    NONE = 0
+    PATHS = 1  # a static attribute that says which module it is, also where a transform makes a new instance of it
+    SLOTS = 2  # and a Variable that brings records out of the transform
+
+
 class NNXRecorder:
     """Records of one binding.
 
     What a module outside of every transform returns is measured and kept as it is. A module inside `nnx.remat` is
-    another instance, and only its Variables come back: there a `Slot` on each module takes the records, and a static
-    attribute says which module it is. Both are planted for one call and removed after it.
+    another instance, and only its Variables come back: there a `Slot` on each module takes the records.
+
+    Transforms keep what they have traced, by the structure of their modules: traced before without marks, they would
+    not run the modules again, and nobody would notice. So the static attribute differs from evaluation to evaluation.
 
     Attributes:
         visits: Calls seen, in the order in which they returned.
         returned: Records that came back from transforms, with the path of their module.
-        inner: Whether a module was called inside a transform.
         blocked: Why nothing at all can be recorded.
-        refused: Why modules inside transforms cannot be recorded.
     """
 
     def __init__(self, measure: Measure, taps: Mapping[str, jax.Array] | None = None) -> None:
         self.visits: list[Visit] = []
         self.returned: list[tuple[Path, Record]] = []
-        self.inner = False
         self.blocked: str | None = None
-        self.refused: str | None = None
+        self._refused: str | None = None  # why modules inside transforms have no slots
         self._measure = measure
         self._taps = taps
-        self._token = next(_numbers)  # makes every evaluation's modules differ for the trace caches of transforms
+        self._token = next(_numbers)
         self._paths: dict[int, Path] = {}
         self._frames: list[tuple[Any, str, Any, Path]] = []  # module, method, function, path; innermost last
         self._trace = tracers.TraceState()
 
     @contextlib.contextmanager
-    def recording(self, root: nnx.Module, *, slots: bool) -> Iterator[None]:
+    def recording(self, root: nnx.Module, marks: Marks) -> Iterator[None]:
         """Observes the methods of the root's modules while the block runs.
 
         Args:
             root: The module that is called. It was made for this evaluation.
-            slots: Also observe inside transforms.
+            marks: What to put on its modules meanwhile.
         """
         modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
         self._paths = {id(module): path for path, module in modules.items()}
         previous, _active.recorder = _active.recorder, self
         try:
             with patched(_patches({type(module) for module in modules.values()})):
-                if slots:
-                    self._plant(modules)
+                self._plant(modules, marks)
                 yield
         finally:
             _active.recorder = previous
             self._frames = []
             self._harvest(modules)
 
-    def forget(self, mark: tuple[int, int]) -> None:
-        """Drops what was recorded since `mark`."""
+    def refuse(self, mark: tuple[int, int], error: Exception) -> None:
+        """Drops what was recorded since `mark`: the model does not run with the marks it had."""
         del self.visits[mark[0] :], self.returned[mark[1] :]
-        self.inner = False
+        text = str(error).strip().partition("\n")[0]
+        self._refused = self._refused or (
+            f"inside a transform that does not take a Variable more ({type(error).__name__}: {text}); move the module "
+            "out of it, or let its filters end with `...`"
+        )
 
     @property
     def mark(self) -> tuple[int, int]:
+        """How much was recorded so far."""
         return len(self.visits), len(self.returned)
+
+    def placed(self) -> list[tuple[Path, Record]]:
+        """`returned`, records with layer axes knowing which module of their path was scanned.
+
+        It is the first one, and no list, below which everything came out of the scan.
+        """
+        single = {visit.path for visit in self.visits if visit.record is not None}
+        single |= {path for path, record in self.returned if not _layer_axes(record)}
+        single = {path[:depth] for path in single for depth in range(len(path) + 1)}
+
+        def place(path: Path, record: Record) -> Record:
+            starts = [n for n in range(1, len(path)) if path[:n] not in single and not path[n].isdecimal()]
+            position = starts[0] if starts else len(path)
+            return dataclasses.replace(record, stack=(position,) * _layer_axes(record))
+
+        return [(path, place(path, record)) for path, record in self.returned]
 
     # ---- slots
 
-    def _plant(self, modules: Mapping[Path, nnx.Module]) -> None:
+    def _plant(self, modules: Mapping[Path, nnx.Module], marks: Marks) -> None:
         for path, module in modules.items():
-            if not isinstance(module, _CONTAINERS):
+            if marks >= Marks.PATHS and not isinstance(module, _CONTAINERS):
                 setattr(module, _PATH, (self._token, path))
+            if marks >= Marks.SLOTS and not isinstance(module, _CONTAINERS):
                 setattr(module, _SLOT, Slot((), hijax=False, ref=False))
 
     def _harvest(self, modules: Mapping[Path, nnx.Module]) -> None:
@@ -142,7 +171,6 @@ class NNXRecorder:
 
     def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array]) -> None:
         here = self._trace.is_valid()
-        self.inner |= not here
         slot = vars(module).get(_SLOT)
         reason = self.blocked or (None if here else self._reason(slot))
         if reason:
@@ -157,7 +185,7 @@ class NNXRecorder:
     def _reason(self, slot: Any) -> str | None:
         if slot is not None and slot._can_update:
             return None
-        return self.refused or CLOSED_OVER
+        return self._refused or CLOSED_OVER
 
     def _path(self, module: Any) -> Path:
         token, path = vars(module).get(_PATH, (None, ()))
@@ -167,6 +195,10 @@ class NNXRecorder:
             return self._paths[id(module)]
         above = self._frames[-1][-1] if self._frames else ()  # made inside the model, or inside a transform
         return (*above, type(module).__name__)
+
+
+def _layer_axes(record: Record) -> int:
+    return len(next(iter(record.values.values())).stack_shape())
 
 
 def _patches(classes: set[type]) -> list[Patch]:

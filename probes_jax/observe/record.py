@@ -65,8 +65,8 @@ def float_leaves(output: Any) -> dict[str, jax.Array]:
     found: dict[str, jax.Array] = {}
     for path, leaf in leaves:
         if isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            found[".".join(_key(entry) for entry in path)] = leaf
-    return {"": leaf for leaf in found.values()} if len(found) == 1 else found
+            found[".".join(_key(entry) for entry in path)] = jnp.asarray(leaf)
+    return dict(zip([""], found.values())) if len(found) == 1 else found
 
 
 def _key(entry: Any) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+_PICTURE_WIDTH = 100  # columns
 _EXAMPLES = """\
 examples:
   probes screen runs/demo              the signals of a run, and what was unusual in it
@@ -107,10 +108,10 @@ def _screen(chosen: argparse.Namespace) -> int:
     from probes_jax.present.screen import print_screen
     from probes_jax.present.table import as_svg, make_console
 
-    console = make_console(record=chosen.svg is not None)
+    console = make_console(width=_PICTURE_WIDTH, record=True) if chosen.svg else make_console()
     try:
         print_screen(open_run(chosen.run), console)
-        if chosen.svg is not None:
+        if chosen.svg:
             pathlib.Path(chosen.svg).write_text(as_svg(console, f"probes screen {chosen.run}"), encoding="utf-8")
     except BrokenPipeError:
         raise

@@ -90,9 +90,6 @@ def summarize_moments(x: jax.Array, split: Split = WHOLE) -> Summary:
     def centred(x: jax.Array) -> jax.Array:
         return x - pivot.reshape(pivot.shape + (1,) * (x.ndim - pivot.ndim))
 
-    def not_nan(x: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isnan(x), -jnp.inf, x)
-
     found = fold(
         part,
         {
@@ -102,8 +99,8 @@ def summarize_moments(x: jax.Array, split: Split = WHOLE) -> Summary:
             "first": Fold(How.SUM, centred),
             "second": Fold(How.SUM, lambda x: jnp.square(centred(x))),
             "sum_abs": _SUM_ABS,
-            "max": Fold(How.MAX, not_nan),
-            "neg_min": Fold(How.MAX, lambda x: not_nan(-x)),
+            "max": Fold(How.MAX, lambda x: x),  # where it is NaN, the count of NaN decides
+            "neg_min": Fold(How.MAX, jnp.negative),
             "abs_max": _ABS_MAX,
         },
     )

@@ -129,6 +129,9 @@ class DeviceBuffer:
     def copy_to_host_async(self) -> None:
         self.copies += 1
 
+    def is_ready(self) -> bool:
+        return self._ready is None or self._ready.is_set()
+
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         if self._ready is not None:
             self._ready.wait(60)

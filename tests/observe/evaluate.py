@@ -85,7 +85,9 @@ def assert_rows(rows, arrays, only=None):
     assert set(rows) == names
     for name in names:
         for statistic, value in slow_statistics(arrays[name]).items():
-            np.testing.assert_allclose(rows[name][statistic], value, rtol=2e-5, atol=1e-6, err_msg=f"{name} {statistic}")
+            np.testing.assert_allclose(
+                rows[name][statistic], value, rtol=2e-5, atol=1e-6, err_msg=f"{name} {statistic}"
+            )
 
 
 def assert_same(left, right):

@@ -77,15 +77,13 @@ class Decoder(nn.Module):
     depth: int = 2
     scan: bool = False
     remat: bool = False
-    
+
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(7, 4, name="embed")(tokens)
         block = nn.remat(Block) if self.remat else Block
         if self.scan:
-            layers = nn.scan(
-                block, {"params": 0}, split_rngs={"params": True, "dropout": True}, length=self.depth
-            )
+            layers = nn.scan(block, {"params": 0}, split_rngs={"params": True, "dropout": True}, length=self.depth)
             x, _ = layers(scanned=True, name="blocks")(x, None)
         else:
             for layer in range(self.depth):

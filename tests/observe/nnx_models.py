@@ -73,4 +73,7 @@ def decoder_by_hand(model, tokens):
 def arrays(module):
     """All values of a module, copied."""
     state = nnx.split(module, graph=True)[1]
-    return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in jax.tree.leaves(state)]
+    return [
+        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        for x in jax.tree.leaves(state)
+    ]

@@ -60,7 +60,11 @@ def test_setup_style_and_batch_statistics():
     observed, _, parts = observed_and_plain(Normalized(), mean_output, X)
     variables = {"params": parts.params, **parts.state}
     _, arrays = capture(
-        Normalized(), variables, X, mutable=["batch_stats"], name=lambda p: "/".join(p).replace("_0", "[0]").replace("_1", "[1]")
+        Normalized(),
+        variables,
+        X,
+        mutable=["batch_stats"],
+        name=lambda p: "/".join(p).replace("_0", "[0]").replace("_1", "[1]"),
     )
     assert_rows(observed.rows, arrays)
     assert set(observed.rows) == {"first", "norm", "layers[0]", "layers[1]", "output"}
@@ -140,7 +144,14 @@ def test_methods_and_submodules_of_a_module_that_is_never_called():
     observed, _, parts = observed_and_plain(Coder(), loss_fn, X)
     z = np.asarray(X @ parts.params["encoder"]["kernel"])
     y = np.asarray(z @ parts.params["decoders_0"]["kernel"])
-    expected = {"encoder": z, "output.encode": z, "decoders[0]": y, "output.decode": y, "decoders[0]#1": y, "encoder#1": z}
+    expected = {
+        "encoder": z,
+        "output.encode": z,
+        "decoders[0]": y,
+        "output.decode": y,
+        "decoders[0]#1": y,
+        "encoder#1": z,
+    }
     assert_rows(observed.rows, expected)
     assert list(observed.rows) == list(expected)
     assert [np.shape(output) for output in observed.outputs] == [(3, 4), (3, 4)]  # of the root, not of its parts

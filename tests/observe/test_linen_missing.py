@@ -44,7 +44,9 @@ class Looped(nn.Module):
         layer = nn.Dense(4, name="layer")
         x = layer(x)
         carry = (0, x)
-        return nn.while_loop(lambda m, c: c[0] < 2, lambda m, c: (c[0] + 1, nn.Dense(4, name="layer")(c[1])), self, carry)[1]
+        return nn.while_loop(
+            lambda m, c: c[0] < 2, lambda m, c: (c[0] + 1, nn.Dense(4, name="layer")(c[1])), self, carry
+        )[1]
 
 
 def names(captured):

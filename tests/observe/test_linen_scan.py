@@ -91,7 +91,13 @@ def test_a_decoder_scanned_and_rematerialized():
     assert observed.captured.stacks == {("blocks",): (0, 2)}
     twin = {"params": unrolled(parts.params)}
     _, arrays = capture(Decoder(), twin, TOKENS, name=decoder_names)
-    same = ("embed", "blocks[0]/LayerNorm[0]", "blocks[0]/attn", "blocks[0]/attn/query", "blocks[0]/up")  # before dropout
+    same = (
+        "embed",
+        "blocks[0]/LayerNorm[0]",
+        "blocks[0]/attn",
+        "blocks[0]/attn/query",
+        "blocks[0]/up",
+    )  # before dropout
     assert_rows({name: observed.rows[name] for name in same}, arrays, only=set(same))
 
 
@@ -204,7 +210,7 @@ def test_a_scan_in_a_scan_called_twice():
     observed, _, parts = observed_and_plain(Nested(), mean_output, X)
     x = X @ parts.params["first"]["kernel"]
     expected, layers = {"first": x}, parts.params["groups"]["layers"]
-    for number, call in enumerate(("", "#1")):
+    for call in ("", "#1"):
         for i in range(3):
             for j in range(2):
                 weights = jax.tree.map(lambda w, i=i, j=j: w[i, j], layers)
@@ -318,7 +324,12 @@ class RematScan(nn.Module):
 
 
 def test_remat_of_parameters_only_and_remat_scan():
-    assert set(observed_and_plain(OnlyParams(), mean_output, X)[0].rows) == {"layer/norm", "layer/mlp", "layer", "output"}
+    assert set(observed_and_plain(OnlyParams(), mean_output, X)[0].rows) == {
+        "layer/norm",
+        "layer/mlp",
+        "layer",
+        "output",
+    }
     observed, _, parts = observed_and_plain(RematScan(), mean_output, X)
     x, expected = X, {}
     for i in range(2):

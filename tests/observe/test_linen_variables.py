@@ -35,7 +35,11 @@ class Boxed(nn.Module):
         x = nn.Dense(4, kernel_init=nn.with_partitioning(init, ("data", None)), name="mesh")(x)
         x = nn.Dense(4, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")), name="logical")(x)
         scanned = nn.scan(
-            BoxedLayer, {"params": 0}, split_rngs={"params": True}, length=2, metadata_params={nn.PARTITION_NAME: "layer"}
+            BoxedLayer,
+            {"params": 0},
+            split_rngs={"params": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layer"},
         )
         return scanned(name="layers")(x, None)[0]
 

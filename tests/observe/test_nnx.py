@@ -41,7 +41,7 @@ def test_decoder_has_every_point_with_its_value():
 
 def test_loss_and_gradients_equal_the_module_s_own():
     module = Linears(nnx.Rngs(0))
-    observed, _, parts = observed_and_plain(module, mean_output, X)
+    observed, _, _ = observed_and_plain(module, mean_output, X)
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
     def plain(params):
@@ -121,7 +121,14 @@ def test_methods_and_submodules_of_a_module_that_is_never_called():
     observed, _, parts = observed_and_plain(Coder(nnx.Rngs(0)), loss_fn, X)
     z = np.asarray(X @ parts.params["encoder"]["kernel"])
     y = np.asarray(z @ parts.params["decoders"]["0"]["kernel"])
-    expected = {"encoder": z, "output.encode": z, "decoders[0]": y, "output.decode": y, "decoders[0]#1": y, "encoder#1": z}
+    expected = {
+        "encoder": z,
+        "output.encode": z,
+        "decoders[0]": y,
+        "output.decode": y,
+        "decoders[0]#1": y,
+        "encoder#1": z,
+    }
     assert_rows(observed.rows, expected)
     assert list(observed.rows) == list(expected)
     assert [np.shape(output) for output in observed.outputs] == [(3, 4), (3, 4)]
@@ -173,7 +180,15 @@ class LoRAModel(nnx.Module):
 
 def test_wrapping_layers():
     observed, _, parts = observed_and_plain(LoRAModel(nnx.Rngs(0)), mean_output, X)
-    assert list(observed.rows) == ["wrapped/base_module", "wrapped", "linear/lora", "linear", "seq/layers[0]", "seq", "output"]
+    assert list(observed.rows) == [
+        "wrapped/base_module",
+        "wrapped",
+        "linear/lora",
+        "linear",
+        "seq/layers[0]",
+        "seq",
+        "output",
+    ]
     assert set(parts.params["linear"]["lora"]) == {"lora_a", "lora_b"}
 
 
@@ -275,7 +290,9 @@ def test_off_traces_the_plain_program():
     flat, where = jax.tree.flatten(params)
 
     def bound(leaves):
-        return binding.bind(jax.tree.unflatten(jax.tree.structure(parts.params), leaves), parts.state, rngs=Rngs(KEY))(X)
+        return binding.bind(jax.tree.unflatten(jax.tree.structure(parts.params), leaves), parts.state, rngs=Rngs(KEY))(
+            X
+        )
 
     def plain(leaves):
         return nnx.merge(graphdef, jax.tree.unflatten(where, leaves), rest)(X)

@@ -110,24 +110,23 @@ def test_a_layer_merged_inside_a_transform_is_named():
     assert [str(point) for point in observed.captured.missing] == ["layer"]
 
 
-class Scanned(nnx.Module):
+class Stacked(nnx.Module):
     """Stacked layers in a scan."""
 
     def __init__(self, rngs):
-        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
-        self.layers = make(rngs.fork(split=2))
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.stacks = nnx.List([nnx.vmap(Method)(rngs.split(2)), nnx.vmap(Method)(rngs.split(3))])
 
     def __call__(self, x):
-        run = nnx.scan(lambda layer, x: jnp.tanh(layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        return run(self.layers, x)
+        run = nnx.scan(lambda layer, x: jnp.tanh(layer.inner(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return run(self.stacks[1], run(self.stacks[0], self.first(x)))
 
 
 class StrictFilters(nnx.Module):
     """A scan whose axes name each kind of variable: one more kind is an error."""
 
     def __init__(self, rngs):
-        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
-        self.layers = make(rngs.fork(split=2))
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.split(2))
         self.good = nnx.Linear(4, 4, rngs=rngs)
 
     def __call__(self, x):
@@ -148,11 +147,16 @@ class Cell(nnx.Module):
 
 
 def test_stacked_layers_have_a_row_each():
-    observed, _, parts = observed_and_plain(Scanned(nnx.Rngs(0)), mean_output, X)
-    kernel, bias = parts.params["layers"]["kernel"], parts.params["layers"]["bias"]
-    first = X @ kernel[0] + bias[0]
-    second = jnp.tanh(first) @ kernel[1] + bias[1]
-    assert_rows(observed.rows, {"layers[0]": first, "layers[1]": second, "output": jnp.tanh(second)})
+    observed, _, parts = observed_and_plain(Stacked(nnx.Rngs(0)), mean_output, X)
+    x = X @ parts.params["first"]["kernel"]
+    expected = {"first": x}
+    for stack in range(2):
+        inner = parts.params["stacks"][str(stack)]["inner"]
+        for layer, kernel in enumerate(inner["kernel"]):
+            y = x @ kernel
+            expected[f"stacks[{stack}][{layer}]/inner"] = y
+            x = jnp.tanh(y)
+    assert_rows(observed.rows, {**expected, "output": x})
 
 
 @pytest.mark.parametrize("model", [StrictFilters, Cell])

@@ -78,6 +78,13 @@ def test_the_scores_need_not_cover_every_step():
     assert steps.tolist() == [0, 5, 9] and found.tolist() == [State.OK, State.ALERT, State.OK]
 
 
+def test_of_a_long_run_the_last_steps_are_looked_at():
+    run = FakeRun({"loss/mean": [math.nan] * 5 + [1.0] * 5})
+    steps, values, found = states(run, "loss/mean", Plan(), recent=6)
+    assert steps.tolist() == [4, 5, 6, 7, 8, 9] and np.isnan(values[0])
+    assert found.tolist() == [State.ALERT] + [State.OK] * 5
+
+
 def test_a_signal_without_a_detector_is_scored_against_itself():
     quiet = (2.0 + 0.01 * np.random.default_rng(0).normal(size=100)).tolist()
     for last, state in ((2.0, State.OK), (2.05, State.WATCH), (4.0, State.ALERT)):

@@ -131,7 +131,7 @@ def test_an_overflow_of_squares_shows_as_inf_with_no_infinite_element():
 
 def test_an_overflow_of_sums_is_inf_not_nan():
     values = finalized(_summaries(np.full((6, 5), 3e38, np.float32))["moments"])[0]
-    assert values["abs_mean"] == values["rms"] == np.inf
+    assert values["abs_mean"] == values["rms"] == values["mean"] == np.inf
     assert values["abs_max"] == pytest.approx(3e38)
     assert values["inf_count"] == 0
 
@@ -181,7 +181,7 @@ def test_counts_are_exact_past_two_to_the_twenty_four():
 def test_a_measurement_has_no_gradient():
     def loss(x):
         found = _all(x)
-        return jnp.sum(x * x) + sum(leaf.sum() for s in found.values() for leaf in s.leaves.values()) * 0.0
+        return jnp.sum(x * x) + sum(leaf.sum() for s in found.values() for leaf in s.leaves.values())
 
     x = np.random.default_rng(6).normal(size=(6, 5)).astype(np.float32)
     np.testing.assert_array_equal(jax.grad(loss)(x), 2 * x)

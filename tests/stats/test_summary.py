@@ -64,7 +64,7 @@ def _tensors_and_cuts(draw):
 
 
 @given(_tensors_and_cuts())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_split_in_any_order_gives_the_value_of_the_whole(case):
     x, lengths, splits, order = case
     edges = np.cumsum([0, *lengths])
@@ -75,12 +75,12 @@ def test_any_split_in_any_order_gives_the_value_of_the_whole(case):
         check(finalized(merged)[0], x, rtol=2e-5)
 
 
-@pytest.mark.parametrize("lengths", [(64, 64, 64), (191, 1), (1, 2, 4, 8, 16, 32, 64, 65), (100, 92)])
+@pytest.mark.parametrize("lengths", [(64, 64, 64), (191, 1), (1, 2, 64, 125), (100, 92)])
 def test_a_mean_far_from_zero_keeps_its_spread_over_ragged_parts(lengths):
     x = (1e4 + np.random.default_rng(0).normal(size=sum(lengths))).astype(np.float32)
     x[: lengths[0]] += 0.5  # part means differ, by half a deviation
     edges = np.cumsum([0, *lengths])
-    parts = [summarize_moments(jnp.asarray(x[a:b])) for a, b in itertools.pairwise(edges)]
+    parts = [_jitted(x[a:b], SPLITS[0])["moments"] for a, b in itertools.pairwise(edges)]
     values = finalized(merge_all(parts))[0]
     assert values["std"] == pytest.approx(x.astype(np.float64).std(), rel=5e-3)
     assert values["mean"] == pytest.approx(x.astype(np.float64).mean(), rel=1e-7)

@@ -12,6 +12,7 @@ import pytest
 from flax.core import DenyList
 
 from probes_jax.observe.names import label_params
+from probes_jax.stats.moments import summarize_magnitude
 from tests.observe.evaluate import (
     KEY,
     assert_rows,
@@ -289,6 +290,8 @@ def test_jit_inside_the_model_traced_plain_before_and_observed_twice(model):
     assert set(first.rows) == {f"block[{i}]{part}" for i in (0, 1) for part in ("", "/mlp", "/norm")} | {"output"}
     assert_same(plain.grads, first.grads)
     assert first.rows["block[0]"] != first.rows["block[1]"]
+    doubled = evaluate(binding, mean_output, X, parts, measure=lambda x: summarize_magnitude(2.0 * x))
+    assert doubled.rows["block[1]/mlp"]["abs_max"] == 2.0 * first.rows["block[1]/mlp"]["abs_max"]
     assert evaluate(binding, mean_output, X, parts, measure=None).captured.seen == ()
 
 
@@ -309,6 +312,26 @@ def test_wide_filters_of_a_scan_do_not_catch_our_collection(broadcast):
     observed, _, _ = observed_and_plain(WideFilters(broadcast), mean_output, X)
     assert set(observed.rows) == {"layer/norm", "layer/mlp", "layer", "output"}
     assert observed.rows["layer"]["count"] == 3 * X.size
+
+
+class Matrix(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x @ self.param("w", nn.initializers.lecun_normal(), (4, 4)), None
+
+
+def test_a_scan_of_all_collections_over_another_axis():
+    class AllOnAxisOne(nn.Module):  # a summary has no second axis
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(Matrix, {True: 1}, split_rngs={"params": True}, length=2)
+            return layers(name="layers")(x, None)[0]
+
+    observed, _, parts = observed_and_plain(AllOnAxisOne(), mean_output, X)
+    w = parts.params["layers"]["w"]
+    assert w.shape == (4, 2, 4)
+    first = X @ w[:, 0]
+    assert_rows(observed.rows, {"layers[0]": first, "layers[1]": first @ w[:, 1], "output": first @ w[:, 1]})
 
 
 class OnlyParams(nn.Module):
@@ -337,6 +360,21 @@ def test_remat_of_parameters_only_and_remat_scan():
             x = x @ parts.params["stack"]["kernel"][i, j]
             expected[f"stack[{i}][{j}]"] = x
     assert_rows(observed.rows, {**expected, "output": x})
+
+
+def test_no_tracer_leaks():
+    binding, parts = start(NoDropout(scan=True, remat=True), mean_output, X)
+
+    def step(params):
+        def objective(params):
+            bound = binding.bind(params, {}, measure=summarize_magnitude)
+            loss = mean_output(bound, X, None)
+            return loss, list(bound.finish().points.values())
+
+        return jax.value_and_grad(objective, has_aux=True)(params)
+
+    with jax.checking_leaks():
+        jax.jit(step)(parts.params)
 
 
 def test_scanning_compiles_once_in_three_steps():

@@ -13,7 +13,7 @@ from flax import nnx
 
 from probes_jax.observe.names import label_params
 from probes_jax.stats.moments import summarize_magnitude
-from tests.observe.evaluate import assert_rows, assert_same, evaluate, observed_and_plain, start
+from tests.observe.evaluate import KEY, assert_rows, assert_same, evaluate, make_step, observed_and_plain, start
 from tests.observe.nnx_models import Decoder
 
 TOKENS = jnp.arange(6).reshape(2, 3)
@@ -193,6 +193,8 @@ def test_jit_inside_the_model_traced_plain_before_and_observed_twice():
     assert list(first.rows) == ["layers[0]", "layers[1]", "output"]
     assert first.rows == second.rows
     assert first.rows["layers[0]"] != first.rows["layers[1]"]
+    doubled = evaluate(binding, mean_output, X, parts, measure=lambda x: summarize_magnitude(2.0 * x))
+    assert doubled.rows["layers[1]"]["abs_max"] == 2.0 * first.rows["layers[1]"]["abs_max"]
     assert_same(plain.grads, first.grads)
 
 
@@ -206,6 +208,35 @@ def test_a_model_called_inside_a_transform_in_the_loss_function(transform):
     assert {str(p) for p in observed.captured.missing} == {"layers[0]#1", "output#1"}
     assert all("loss_fn" in reason for reason in observed.captured.missing.values())
     assert len(observed.outputs) == 1
+
+
+def test_microbatches_in_a_scan():
+    binding, parts = start(SharedInRemat(nnx.Rngs(0)), mean_output, X)
+    step, _ = make_step(binding, mean_output)
+
+    def body(state, x):
+        (_, (values, state, _)), _ = step(parts.params, state, x, KEY)
+        return state, values
+
+    both = jax.jit(lambda xs: jax.lax.scan(body, parts.state, xs))(jnp.stack([X, 2.0 * X]))[1]
+    assert [value.stack_shape() for value in both] == [(2,)] * 6
+    np.testing.assert_allclose(both[0].leaves["abs_max"][1], 2.0 * both[0].leaves["abs_max"][0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("observe", [True, False])
+def test_no_tracer_leaks(observe):
+    binding, parts = start(SharedInRemat(nnx.Rngs(0)), mean_output, X)
+
+    def step(params):
+        def objective(params):
+            bound = binding.bind(params, {}, rngs=None, measure=summarize_magnitude if observe else None)
+            loss = mean_output(bound, X, None)
+            return loss, list(bound.finish().points.values())
+
+        return jax.value_and_grad(objective, has_aux=True)(params)
+
+    with jax.checking_leaks():
+        jax.jit(step)(parts.params)
 
 
 def test_the_parameters_of_both_styles_have_the_same_names():

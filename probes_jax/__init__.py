@@ -46,7 +46,7 @@ _HOMES = {
     "wrap": "probes_jax.observe.wrap",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,7 @@ def measure_logits(logits: jax.Array, weight: jax.Array | None, split: Split) ->
     total = cut(jnp.where(valid > 0, lse, 0.0), token_split)
     count = cut(valid, token_split)
     sums = {"total": jnp.sum(total.array, axis=total.inner), "weight": jnp.sum(count.array, axis=count.inner)}
-    return {"logits": summarize_extreme(logits, split), "logsumexp": Summary(sums, "mean", total.axes)}
+    return {"logits": summarize_extreme(logits, split), "logsumexp": Summary.of(sums, "mean", total.axes)}
 
 
 def name_logits(rows: dict[str, Summary]) -> list[Measured]:

@@ -12,7 +12,7 @@ from probes_jax.stats.summary import Summary
 
 
 def _mean(total: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> Summary:
-    return Summary({"total": total, "weight": weight}, "mean", axes)
+    return Summary.of({"total": total, "weight": weight}, "mean", axes)
 
 
 def weighted_sums(nll: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -51,7 +51,7 @@ def measure_loss(
 
     rows = {
         "loss": _mean(total(losses.array), total(weights.array), axes),
-        "tokens": Summary(
+        "tokens": Summary.of(
             {"count": encode_count(jnp.sum(weights.array > 0, axis=inner, dtype=jnp.uint32))}, "tally", axes
         ),
     }
@@ -85,7 +85,7 @@ def name_loss(rows: dict[str, Summary], groups: tuple[str, ...]) -> list[Measure
     out = [measured("loss/mean", rows["loss"])]
     if "tokens" in rows:
         out.append(measured("data/tokens", rows["tokens"]))
-        labels = tuple(f"loss/shard[{index}]" for index in range(rows["loss"].leaves["total"].size))
+        labels = tuple(f"loss/shard[{index}]" for index in range(rows["loss"].sums[..., 0].size))
         out.append(measured(labels, rows["loss"], gather=True))
     if "group" in rows:
         names = (*groups, "other")

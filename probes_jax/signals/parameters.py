@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from probes_jax.signals.measured import Measured, measured
-from probes_jax.spec.summary import KINDS
-from probes_jax.stats.exact import normalize_count
 from probes_jax.stats.moments import summarize_magnitude, summarize_norm
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary
@@ -70,9 +68,9 @@ def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, 
         if x.size < _SMALL and not any(info.split.dims):
             small.setdefault(info.role, []).append(x.astype(jnp.float32).reshape(-1))
         else:
-            found.setdefault(info.role, []).append(_carried(summarize(x, info.split)))
+            found.setdefault(info.role, []).append(summarize(x, info.split).carried())
     for role, pieces in small.items():
-        found.setdefault(role, []).append(_carried(summarize(jnp.concatenate(pieces), WHOLE)))
+        found.setdefault(role, []).append(summarize(jnp.concatenate(pieces), WHOLE).carried())
     return found
 
 
@@ -84,15 +82,8 @@ def _rows(summarize: Summarize, tensors: Tensors, infos: Infos) -> tuple[dict[An
         total = rows[key]
         while total.stack_shape():
             total = total.collapse(0)
-        found.setdefault(info.role, []).append(_carried(total))
+        found.setdefault(info.role, []).append(total.carried())
     return rows, found
-
-
-def _carried(summary: Summary) -> Summary:
-    """Counts carried, so that further sums of many tensors stay exact."""
-    counts = {leaf.name for leaf in KINDS[summary.kind].leaves if leaf.width}
-    leaves = {n: normalize_count(x) if n in counts else x for n, x in summary.leaves.items()}
-    return dataclasses.replace(summary, leaves=leaves)
 
 
 def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool) -> list[Measured]:

@@ -15,7 +15,7 @@ import json
 import math
 from typing import Any
 
-from probes_jax.spec.summary import KINDS, Leaf, Reduce
+from probes_jax.spec.summary import KINDS, Reduce
 
 FORMAT = 1
 HEADER = 4  # format, step, fresh (0: this program did not run on that step), program (index into PROGRAMS)
@@ -57,12 +57,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one leaf lies: `rows * max(width, 1)` words from `offset`."""
+    """Where the leaves of one entry and one reduction lie: one row per label, one column per number, from `offset`."""
 
     entry: int
-    leaf: Leaf
+    reduce: Reduce
     offset: int
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
 
     @property
     def size(self) -> int:
@@ -97,11 +97,10 @@ class Layout:
         slots, offset = [], HEADER
         for reduce in (Reduce.SUM, Reduce.MAX, Reduce.RAW):
             for index, entry in enumerate(self.entries):
-                for leaf in KINDS[entry.kind].leaves:
-                    if leaf.reduce is reduce:
-                        shape = (len(entry.labels), leaf.width) if leaf.width else (len(entry.labels),)
-                        slots.append(Slot(index, leaf, offset, shape))
-                        offset += slots[-1].size
+                width = KINDS[entry.kind].width(reduce)
+                if width:
+                    slots.append(Slot(index, reduce, offset, (len(entry.labels), width)))
+                    offset += slots[-1].size
         return tuple(slots)
 
     @functools.cached_property
@@ -110,7 +109,7 @@ class Layout:
         return self.slots[-1].offset + self.slots[-1].size if self.slots else HEADER
 
     def section(self, reduce: Reduce) -> tuple[Slot, ...]:
-        return tuple(slot for slot in self.slots if slot.leaf.reduce is reduce)
+        return tuple(slot for slot in self.slots if slot.reduce is reduce)
 
     def to_json(self) -> dict[str, Any]:
         return {

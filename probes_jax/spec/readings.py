@@ -120,7 +120,10 @@ class Decoder:
         leaves: list[dict[str, np.ndarray]] = [{} for _ in self.layout.entries]
         for slot in self.layout.slots:
             words = buffer[slot.offset : slot.offset + slot.size].reshape(slot.shape)
-            leaves[slot.entry][slot.leaf.name] = words if slot.leaf.reduce is Reduce.RAW else words.view(np.float32)
+            block = words if slot.reduce is Reduce.RAW else words.view(np.float32)
+            for name, (reduce, column) in KINDS[self.layout.entries[slot.entry].kind].columns.items():
+                if reduce is slot.reduce:
+                    leaves[slot.entry][name] = block[:, column]
         values, present = [], []
         for entry, found in zip(self.layout.entries, leaves, strict=True):
             columns = KINDS[entry.kind].finalize(found)

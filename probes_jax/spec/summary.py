@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -46,12 +47,35 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class SummaryKind:
-    """A kind of summary: its leaves, and the float64 finalization of their merged values."""
+    """A kind of summary: its leaves, and the float64 finalization of their merged values.
+
+    The leaves of one reduction lie side by side as the columns of one array; counts come first.
+    """
 
     name: str
     leaves: tuple[Leaf, ...]
     finalize: Callable[[Mapping[str, np.ndarray]], Columns]
     stats: tuple[str, ...]
+
+    @functools.cached_property
+    def columns(self) -> dict[str, tuple[Reduce, slice | int]]:
+        """Where each leaf lies among the columns of its reduction: a slice where it has a width, else an index."""
+        found: dict[str, tuple[Reduce, slice | int]] = {}
+        ends = dict.fromkeys(Reduce, 0)
+        for leaf in self.leaves:
+            start = ends[leaf.reduce]
+            ends[leaf.reduce] += leaf.width or 1
+            found[leaf.name] = (leaf.reduce, slice(start, start + leaf.width) if leaf.width else start)
+        return found
+
+    def width(self, reduce: Reduce) -> int:
+        """Number of columns of one reduction."""
+        return sum(leaf.width or 1 for leaf in self.leaves if leaf.reduce is reduce)
+
+    @functools.cached_property
+    def count_columns(self) -> int:
+        """How many of the sum columns are limbs of counts; they are the first ones."""
+        return sum(leaf.width for leaf in self.leaves if leaf.reduce is Reduce.SUM and leaf.width)
 
 
 def _sum(name: str) -> Leaf:

@@ -15,7 +15,6 @@ sums are float32.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -29,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from probes_jax.spec.summary import KINDS, Reduce
-from probes_jax.stats.exact import normalize_count
 from probes_jax.stats.moments import summarize_extreme, summarize_magnitude, summarize_moments, summarize_norm
 from probes_jax.stats.summary import Summary
 
@@ -42,7 +40,7 @@ def _summarize_mean(values: jax.Array, mask: jax.Array | None) -> Summary:
     weight = jnp.broadcast_to(weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim)), values.shape)
     # A masked value has no say, whatever it is: where, not a product, because of NaN.
     total = jnp.sum(jnp.where(weight == 0, 0.0, weight * values.astype(jnp.float32)))
-    return Summary({"total": total, "weight": jnp.sum(weight)}, "mean")
+    return Summary.of({"total": total, "weight": jnp.sum(weight)}, "mean")
 
 
 def _of_tensor(summarize: Callable[[jax.Array], Summary]) -> Callable[[jax.Array, jax.Array | None], Summary]:
@@ -62,14 +60,7 @@ def _nothing(kind: str) -> Summary:
     def leaf(width: int, reduce: Reduce) -> jax.Array:
         return jnp.full((width,) if width else (), 0.0 if reduce is Reduce.SUM else -math.inf, jnp.float32)
 
-    return Summary({item.name: leaf(item.width, item.reduce) for item in KINDS[kind].leaves}, kind)
-
-
-def _carry_counts(summary: Summary) -> Summary:
-    """Counts carried, so that any number of further merges stays exact."""
-    wide = {leaf.name for leaf in KINDS[summary.kind].leaves if leaf.width}
-    leaves = {name: normalize_count(leaf) if name in wide else leaf for name, leaf in summary.leaves.items()}
-    return dataclasses.replace(summary, leaves=leaves)
+    return Summary.of({item.name: leaf(item.width, item.reduce) for item in KINDS[kind].leaves}, kind)
 
 
 @functools.cache
@@ -111,10 +102,10 @@ def as_clu_metric(kind: str) -> type[clu.metrics.Metric]:
             return cls(summary=_nothing(kind))
 
         def merge(self, other: SummaryMetric) -> SummaryMetric:
-            return type(self)(summary=_carry_counts(self.summary.merge(other.summary)))
+            return type(self)(summary=self.summary.merge(other.summary).carried())
 
         def reduce(self) -> SummaryMetric:
-            return type(self)(summary=_carry_counts(self.summary.collapse(0)))
+            return type(self)(summary=self.summary.collapse(0).carried())
 
         def compute(self) -> dict[str, float]:
             return _finalize(self.summary)
@@ -124,7 +115,7 @@ def as_clu_metric(kind: str) -> type[clu.metrics.Metric]:
 
 
 def _finalize(summary: Summary) -> dict[str, float]:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in summary.leaves.values()):
+    if isinstance(summary.sums, jax.core.Tracer):
         raise RuntimeError("compute() of a summary runs on the host, in float64; call it outside of jit")
     rows = {name: np.asarray(leaf)[None] for name, leaf in summary.leaves.items()}
     columns = KINDS[summary.kind].finalize(rows)

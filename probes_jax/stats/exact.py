@@ -10,7 +10,7 @@ import numpy as np
 
 from probes_jax.spec.summary import LIMB_BITS, LIMBS
 
-_FLOAT_ONES = 2**24  # a float32 sum of this many ones is exact
+FLOAT_ONES = 2**24  # a float32 sum of this many ones is exact
 _WRAP = 2**32  # a uint32 sum of this many ones wraps
 _LIMB_PARTS = 2**16  # so many limbs sum exactly in float32
 _HIGH_BITS = 12  # significant bits of a high part
@@ -56,7 +56,7 @@ def count_true(condition: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """
     shape = condition.shape
     size = math.prod(shape[axis] for axis in axes)
-    if size <= _FLOAT_ONES:  # float additions vectorize better than integer ones
+    if size <= FLOAT_ONES:  # float additions vectorize better than integer ones
         return encode_count(jnp.sum(condition.astype(jnp.float32), axis=axes).astype(jnp.uint32))
     if size < _WRAP:
         return encode_count(jnp.sum(condition, axis=axes, dtype=jnp.uint32))

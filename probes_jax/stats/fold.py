@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from probes_jax.stats.exact import count_true, encode_count
+from probes_jax.stats.exact import FLOAT_ONES, count_true, encode_count
 from probes_jax.stats.partial import Partial
 
 Values = dict[str, jax.Array]
@@ -70,12 +70,23 @@ def fold(part: Partial, folds: Mapping[str, Fold]) -> Values:
 
 def _plain(part: Partial, folds: Mapping[str, Fold]) -> Values:
     x = part.array.astype(jnp.float32)
+    few = part.part_size <= FLOAT_ONES  # float additions vectorize better than integer ones
     reduce = {
         How.SUM: lambda y: jnp.sum(y, axis=part.inner),
-        How.COUNT: lambda y: count_true(y, part.inner),
+        How.COUNT: lambda y: jnp.sum(y.astype(jnp.float32), axis=part.inner) if few else count_true(y, part.inner),
         How.MAX: lambda y: jnp.max(y, axis=part.inner, initial=-jnp.inf),
     }
-    return {name: reduce[f.how](f.map(x)) for name, f in folds.items()}
+    found = {name: reduce[f.how](f.map(x)) for name, f in folds.items()}
+    return _encode_counts(found, folds) if few else found
+
+
+def _encode_counts(found: Values, folds: Mapping[str, Fold]) -> Values:
+    """Counts to limbs, all in one go: a program has thousands of them."""
+    names = [name for name, f in folds.items() if f.how is How.COUNT]
+    if not names:
+        return found
+    limbs = encode_count(jnp.stack([found[name] for name in names], axis=-1).astype(jnp.uint32))
+    return {**found, **{name: limbs[..., index, :] for index, name in enumerate(names)}}
 
 
 def _block_shape(inner: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
@@ -121,10 +132,10 @@ def _loop(part: Partial, folds: Mapping[str, Fold], steps: int, block: tuple[int
     axes = tuple(range(rows, rows + len(block)))
     finish = {
         How.SUM: lambda y: jnp.sum(y, axis=axes),
-        How.COUNT: lambda y: encode_count(jnp.sum(y.astype(jnp.uint32), axis=axes, dtype=jnp.uint32)),
+        How.COUNT: lambda y: jnp.sum(y.astype(jnp.uint32), axis=axes, dtype=jnp.uint32),
         How.MAX: lambda y: jnp.max(y, axis=axes),
     }
-    return {name: finish[f.how](found[name]) for name, f in folds.items()}
+    return _encode_counts({name: finish[f.how](found[name]) for name, f in folds.items()}, folds)
 
 
 def _accumulate(read: Callable[..., Values], join: Callable[[Values, Values], Values], steps: int) -> Values:

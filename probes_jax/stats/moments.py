@@ -112,7 +112,7 @@ def summarize_moments(x: jax.Array, split: Split = WHOLE) -> Summary:
         **split_weighted_mean(pivot + shift, n),
         "m2": jnp.maximum(second - first * shift, 0.0),
     }
-    return Summary(leaves, "moments", part.axes)
+    return Summary.of(leaves, "moments", part.axes)
 
 
 def _empty_moments(part: Partial) -> Summary:
@@ -120,14 +120,14 @@ def _empty_moments(part: Partial) -> Summary:
         leaf.name: _constant(part, (leaf.width,) if leaf.width else (), 0.0 if leaf.reduce is Reduce.SUM else -math.inf)
         for leaf in KINDS["moments"].leaves
     }
-    return Summary(leaves, "moments", part.axes)
+    return Summary.of(leaves, "moments", part.axes)
 
 
 def summarize_magnitude(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Size of a gradient: norm, mean and maximum of |x|, zeros, non-finite elements. `magnitude` rows."""
     part = _cut(x, split)
     folds = {"zeros": _ZEROS, "nan": _NAN, "inf": _INF, "sum_sq": _SUM_SQ, "sum_abs": _SUM_ABS, "abs_max": _ABS_MAX}
-    return Summary({"count": _size(part), **fold(part, folds)}, "magnitude", part.axes)
+    return Summary.of({"count": _size(part), **fold(part, folds)}, "magnitude", part.axes)
 
 
 def summarize_norm(x: jax.Array, split: Split = WHOLE) -> Summary:
@@ -135,10 +135,10 @@ def summarize_norm(x: jax.Array, split: Split = WHOLE) -> Summary:
     part = _cut(x, split)
     square = jnp.square(part.array.astype(jnp.float32))
     leaves = {"parts": _constant(part, (), 1.0), "sum_sq": jnp.sum(square, axis=part.inner)}
-    return Summary(leaves, "norm", part.axes)
+    return Summary.of(leaves, "norm", part.axes)
 
 
 def summarize_extreme(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Absolute maximum with NaN and inf counts. `extreme` rows."""
     part = _cut(x, split)
-    return Summary(fold(part, {"nan": _NAN, "inf": _INF, "abs_max": _ABS_MAX}), "extreme", part.axes)
+    return Summary.of(fold(part, {"nan": _NAN, "inf": _INF, "abs_max": _ABS_MAX}), "extreme", part.axes)

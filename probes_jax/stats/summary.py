@@ -4,39 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from probes_jax.spec.summary import KINDS, Leaf, Reduce
+from probes_jax.spec.summary import KINDS, LIMBS, Reduce
+from probes_jax.stats.exact import normalize_count
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("leaves",),
-    meta_fields=("kind", "axes"),
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("sums", "maxima"), meta_fields=("kind", "axes"))
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Partial rows of one kind of summary.
+    """Partial rows of one kind of summary: all sum-leaves in one array, all max-leaves in another.
 
     Attributes:
-        leaves: Name to float32 array of shape `[*stack, *rows, *width]`: `stack` are leading axes added by a scan
-            over layers, `rows` has one axis per entry of `axes`, `width` is the leaf's own (limbs of a count).
+        sums: float32 `[*stack, *rows, columns]`: `stack` are leading axes added by a scan over layers, `rows` has one
+            axis per entry of `axes`, the columns are those of `SummaryKind.columns`.
+        maxima: The same for the max-leaves, or None for a kind without.
         kind: Key of `probes_jax.spec.summary.KINDS`.
         axes: For each row axis, the mesh axis that shards it. Empty on one device, or once reduced.
     """
 
-    leaves: dict[str, jax.Array]
+    sums: jax.Array
+    maxima: jax.Array | None
     kind: str
     axes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, leaves: Mapping[str, Any], kind: str, axes: tuple[str, ...] = ()) -> Summary:
+        """From leaves by name: float32 `[*stack, *rows]`, or `[*stack, *rows, width]` where the leaf has a width."""
+
+        def join(reduce: Reduce) -> jax.Array | None:
+            found = [(leaves[leaf.name], leaf.width) for leaf in KINDS[kind].leaves if leaf.reduce is reduce]
+            columns = [x if width else jnp.asarray(x)[..., None] for x, width in found]
+            return jnp.concatenate(columns, axis=-1) if columns else None
+
+        sums = join(Reduce.SUM)
+        assert sums is not None, kind  # every kind that merges has a sum
+        return cls(sums, join(Reduce.MAX), kind, axes)
+
+    @property
+    def leaves(self) -> dict[str, jax.Array]:
+        """The leaves by name, as `of` takes them."""
+        arrays = {Reduce.SUM: self.sums, Reduce.MAX: self.maxima}
+        return {name: arrays[reduce][..., column] for name, (reduce, column) in KINDS[self.kind].columns.items()}
+
     def stack_shape(self) -> tuple[int, ...]:
         """Leading axes before the row axes."""
-        leaf = KINDS[self.kind].leaves[0]
-        array = self.leaves[leaf.name]
-        return array.shape[: array.ndim - len(self.axes) - (1 if leaf.width else 0)]
+        return self.sums.shape[: self.sums.ndim - len(self.axes) - 1]
+
+    def _with(self, sums: jax.Array, maxima: jax.Array | None) -> Summary:
+        return Summary(sums, maxima, self.kind, self.axes)
 
     def merge(self, other: Summary) -> Summary:
         """The summary of both parts together. Associative and commutative.
@@ -46,36 +66,31 @@ class Summary:
         """
         if (self.kind, self.axes) != (other.kind, other.axes):
             raise ValueError(f"cannot merge {self.kind} rows over {self.axes} with {other.kind} rows over {other.axes}")
-        return dataclasses.replace(
-            self, leaves={n: _MERGE[_reduce(self.kind, n)](a, other.leaves[n]) for n, a in self.leaves.items()}
+        return self._with(
+            self.sums + other.sums, None if self.maxima is None else jnp.maximum(self.maxima, other.maxima)
         )
 
     def collapse(self, axis: int = 0) -> Summary:
         """Merges along one stack axis (microbatches, layers)."""
-        fold = {Reduce.SUM: jnp.sum, Reduce.MAX: jnp.max}
-        return dataclasses.replace(
-            self, leaves={n: fold[_reduce(self.kind, n)](a, axis=axis) for n, a in self.leaves.items()}
+        return self._with(
+            jnp.sum(self.sums, axis=axis), None if self.maxima is None else jnp.max(self.maxima, axis=axis)
         )
 
     def identity(self) -> Summary:
         """The summary of nothing, of the same shape: merging it changes nothing."""
-        fill = {Reduce.SUM: 0.0, Reduce.MAX: -jnp.inf}
-        return dataclasses.replace(
-            self,
-            leaves={n: jnp.full(a.shape, fill[_reduce(self.kind, n)], jnp.float32) for n, a in self.leaves.items()},
+        return self._with(
+            jnp.zeros(self.sums.shape, jnp.float32),
+            None if self.maxima is None else jnp.full(self.maxima.shape, -jnp.inf, jnp.float32),
         )
 
-
-_MERGE = {Reduce.SUM: jnp.add, Reduce.MAX: jnp.maximum}
-
-
-@functools.cache
-def _leaf(kind: str, name: str) -> Leaf:
-    return next(leaf for leaf in KINDS[kind].leaves if leaf.name == name)
-
-
-def _reduce(kind: str, name: str) -> Reduce:
-    return _leaf(kind, name).reduce
+    def carried(self) -> Summary:
+        """The same with its counts carried, so that any number of further merges stays exact."""
+        columns = KINDS[self.kind].count_columns
+        if not columns:
+            return self
+        limbs = self.sums[..., :columns]
+        exact = normalize_count(limbs.reshape(*limbs.shape[:-1], columns // LIMBS, LIMBS)).reshape(limbs.shape)
+        return self._with(jnp.concatenate([exact, self.sums[..., columns:]], axis=-1), self.maxima)
 
 
 def merge_all(summaries: Iterable[Summary]) -> Summary:

@@ -56,14 +56,14 @@ def widen(buffer: jax.Array, layout: Layout, wide: Layout) -> jax.Array:
 
     Needed where both programs must return the same structure (under `lax.cond`).
     """
-    where = {(layout.entries[s.entry].key, s.leaf.name): s for s in layout.slots}
+    where = {(layout.entries[s.entry].key, s.reduce): s for s in layout.slots}
     pieces = [buffer[:HEADER]]
     for slot in wide.slots:
-        found = where.get((wide.entries[slot.entry].key, slot.leaf.name))
+        found = where.get((wide.entries[slot.entry].key, slot.reduce))
         if found is not None and found.size == slot.size:
             pieces.append(buffer[found.offset : found.offset + found.size])
         else:
-            pieces.append(jnp.full((slot.size,), _absent_word(slot.leaf.reduce), jnp.uint32))
+            pieces.append(jnp.full((slot.size,), _absent_word(slot.reduce), jnp.uint32))
     return jnp.concatenate(pieces)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,11 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from probes_jax.signals.measured import Measured
 from probes_jax.spec.layout import HEADER, Layout
-from probes_jax.spec.summary import KINDS, Leaf, Reduce
-from probes_jax.stats.summary import Summary
+from probes_jax.spec.summary import KINDS, Reduce
+from probes_jax.stats.summary import Summary, is_summary
 
 _IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: -jnp.inf}
 _MERGE = {Reduce.SUM: jnp.add, Reduce.MAX: jnp.maximum}
+Owner = dict[tuple[str, ...], jax.Array]  # row axes -> whether this device speaks for values replicated over the rest
 
 
 class Reduced:
@@ -25,53 +28,47 @@ class Reduced:
         self.layout = layout
         self.sums = sums
         self.maxima = maxima
-        self._slots = {(layout.entries[s.entry].key, s.leaf.name): s for s in layout.slots}
+        self._slots = {(layout.entries[slot.entry].key, slot.reduce): slot for slot in layout.slots}
+        self._kinds = {entry.key: KINDS[entry.kind] for entry in layout.entries}
 
     def leaf(self, key: str, name: str) -> jax.Array:
         """Merged leaf `[rows]` or `[rows, width]` of the entry whose first label is `key`."""
-        slot = self._slots[key, name]
-        vector, start = (
-            (self.sums, HEADER) if slot.leaf.reduce is Reduce.SUM else (self.maxima, HEADER + self.sums.size)
-        )
-        return jax.lax.dynamic_slice_in_dim(vector, slot.offset - start, slot.size).reshape(slot.shape)
+        reduce, column = self._kinds[key].columns[name]
+        slot = self._slots[key, reduce]
+        vector, start = (self.sums, HEADER) if reduce is Reduce.SUM else (self.maxima, HEADER + self.sums.size)
+        words = jax.lax.slice_in_dim(vector, slot.offset - start, slot.offset - start + slot.size)
+        return words.reshape(slot.shape)[:, column]
 
 
-def _row(
-    summary: Summary, leaf: Leaf, gather: bool, sizes: dict[str, int], owner: dict[tuple[str, ...], jax.Array]
-) -> jax.Array:
-    """This device's share of one leaf, flat, with everything it does not own at the identity."""
-    fill = _IDENTITY[leaf.reduce]
-    x = summary.leaves[leaf.name]
-    tail = (leaf.width,) if leaf.width else ()
-    if not gather:
-        x = x.reshape(-1)
-    else:
-        rows = math.prod(sizes[axis] for axis in summary.axes)
+def _row(part: Summary, reduce: Reduce, gather: bool, sizes: dict[str, int], owner: Owner) -> jax.Array:
+    """This device's share of a summary, flat, with everything it does not own at the identity."""
+    fill = _IDENTITY[reduce]
+    array = part.sums if reduce is Reduce.SUM else part.maxima
+    assert array is not None  # asked for by kind
+    width = array.shape[-1]
+    if gather:
+        rows = math.prod(sizes[axis] for axis in part.axes)
         index = jnp.int32(0)
-        for axis in summary.axes:
+        for axis in part.axes:
             index = index * sizes[axis] + jax.lax.axis_index(axis)
-        hot = (jnp.arange(rows, dtype=jnp.int32) == index).reshape((rows,) + (1,) * len(tail))
-        x = jnp.where(hot, x.reshape((1, *tail)), fill).reshape(-1)
+        hot = jnp.arange(rows, dtype=jnp.int32)[:, None] == index
+        array = jnp.where(hot, array.reshape(1, width), fill)
     # `where`, not a product: 0 * NaN is NaN.
-    return jnp.where(owner[summary.axes], x, fill) if summary.axes in owner else x
+    return jnp.where(owner[part.axes], array, fill).reshape(-1) if part.axes in owner else array.reshape(-1)
 
 
 def _pack(items: Sequence[Measured], reduce: Reduce, sizes: dict[str, int]) -> jax.Array:
     """All leaves of one reduction as one vector, in the order of the layout."""
-    owner: dict[tuple[str, ...], jax.Array] = {}
+    owner: Owner = {}
     for axes in {part.axes for item in items for part in item.parts}:
         absent = [axis for axis in sizes if axis not in axes]
         if absent:
             owner[axes] = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in absent]).all()
     pieces = []
     for item in items:
-        for leaf in KINDS[item.entry.kind].leaves:
-            if leaf.reduce is reduce:
-                rows = [_row(part, leaf, item.gather, sizes, owner) for part in item.parts]
-                total = rows[0]
-                for row in rows[1:]:
-                    total = _MERGE[reduce](total, row)
-                pieces.append(total)
+        if KINDS[item.entry.kind].width(reduce):
+            rows = [_row(part, reduce, item.gather, sizes, owner) for part in item.parts]
+            pieces.append(functools.reduce(_MERGE[reduce], rows))
     return jnp.concatenate(pieces) if pieces else jnp.zeros((0,), jnp.float32)
 
 
@@ -90,13 +87,8 @@ def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, 
     layout = Layout(program, tuple(item.entry for item in items))
     sizes = dict(mesh.shape) if mesh is not None else {}
 
-    def local(parts: list[list[dict[str, jax.Array]]]) -> tuple[jax.Array, jax.Array]:
-        here = [
-            Measured(
-                item.entry, tuple(Summary(leaves, p.kind, p.axes) for leaves, p in zip(found, item.parts)), item.gather
-            )
-            for found, item in zip(parts, items)
-        ]
+    def local(parts: list[tuple[Summary, ...]]) -> tuple[jax.Array, jax.Array]:
+        here = [dataclasses.replace(item, parts=found) for item, found in zip(items, parts, strict=True)]
         sums = _pack(here, Reduce.SUM, sizes)
         highest = _pack(here, Reduce.MAX, sizes) if maxima else jnp.zeros((0,), jnp.float32)
         if mesh is not None:
@@ -105,19 +97,16 @@ def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, 
             highest = jax.lax.pmax(highest, names) if highest.size else highest
         return sums, highest
 
-    leaves = [[part.leaves for part in item.parts] for item in items]
+    parts = [item.parts for item in items]
     if mesh is None:
-        sums, highest = local(leaves)
-    else:
-        specs = [[{name: _spec(part, name) for name in part.leaves} for part in item.parts] for item in items]
-        whole = PartitionSpec()
-        sums, highest = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(whole, whole), check_vma=False)(
-            leaves
-        )
-    return Reduced(layout, sums, highest)
+        return Reduced(layout, *local(parts))
+    specs = jax.tree.map(_specs, parts, is_leaf=is_summary)
+    whole = PartitionSpec()
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(whole, whole), check_vma=False)
+    return Reduced(layout, *run(parts))
 
 
-def _spec(summary: Summary, name: str) -> PartitionSpec:
-    width = next(leaf.width for leaf in KINDS[summary.kind].leaves if leaf.name == name)
-    stack = summary.leaves[name].ndim - len(summary.axes) - (1 if width else 0)
-    return PartitionSpec(*(None,) * stack, *summary.axes)
+def _specs(summary: Summary) -> Summary:
+    """Where the rows of a summary lie, in the structure of the summary."""
+    spec = PartitionSpec(*(None,) * len(summary.stack_shape()), *summary.axes)
+    return Summary(spec, None if summary.maxima is None else spec, summary.kind, summary.axes)  # pyright: ignore

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from probes_jax.spec.layout import FORMAT, HEADER, PROGRAMS, Entry, Layout
-from probes_jax.spec.summary import ABSENT_BITS
+from probes_jax.spec.summary import ABSENT_BITS, KINDS, Reduce
 
 P0 = ("loss/mean", "loss/worst_shard", "grad/norm", "grad/clip_rate", "alert/co_spike", "logits/abs_max")
 
@@ -49,10 +49,11 @@ def buffer_of(step: int, layout: Layout = LIGHT, values: dict[str, float | None]
             buffer[words] = ABSENT_BITS if value is None else np.float32(value).view(np.uint32)
         elif entry.kind == "counter":
             buffer[words] = int(value) & 0xFFFFFFFF, int(value) >> 32
-        elif slot.leaf.name == "count":
-            buffer[words] = np.tile(np.array([4, 0, 0, 0], np.float32).view(np.uint32), slot.shape[0])
         else:
-            buffer[words] = np.ones(slot.size, np.float32).view(np.uint32)
+            block = np.ones(slot.shape, np.float32)
+            if slot.reduce is Reduce.SUM and "count" in KINDS[entry.kind].columns:
+                block[:, KINDS[entry.kind].columns["count"][1]] = 4, 0, 0, 0
+            buffer[words] = block.view(np.uint32).ravel()
     return buffer
 
 

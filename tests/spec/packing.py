@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from probes_jax.spec.layout import FORMAT, HEADER, PROGRAMS, Layout
-from probes_jax.spec.summary import LIMB_BITS, LIMBS, Reduce
+from probes_jax.spec.summary import KINDS, LIMB_BITS, LIMBS, Reduce
 
 
 def limbs(*counts: int) -> np.ndarray:
@@ -23,9 +23,11 @@ def pack(layout: Layout, *entries: dict[str, object], step: int = 7, fresh: int 
     assert len(words[0]) == HEADER
     for reduce in (Reduce.SUM, Reduce.MAX, Reduce.RAW):
         for slot in layout.section(reduce):
-            value = np.asarray(entries[slot.entry][slot.leaf.name])
-            bits = value.astype(np.uint32) if reduce is Reduce.RAW else value.astype(np.float32).view(np.uint32)
-            words.append(np.broadcast_to(bits, slot.shape).ravel())
+            block = np.zeros(slot.shape, np.uint32 if reduce is Reduce.RAW else np.float32)
+            for name, (leaf_reduce, column) in KINDS[layout.entries[slot.entry].kind].columns.items():
+                if leaf_reduce is reduce:
+                    block[:, column] = np.asarray(entries[slot.entry][name])
+            words.append(block.view(np.uint32).ravel())
     buffer = np.concatenate(words)
     assert buffer.shape == (layout.size,)
     return buffer

@@ -46,7 +46,7 @@ def test_count_true_by_every_route(axes, monkeypatch):
     want = condition.sum(axis=axes)
     # float sum; uint32 sum; axis by axis; halves of one enormous axis
     for floats, wrap, limb_parts in ((2**24, 2**32, 2**16), (0, 2**32, 2**16), (0, 13, 2**16), (0, 7, 1)):
-        monkeypatch.setattr(exact, "_FLOAT_ONES", floats)
+        monkeypatch.setattr(exact, "FLOAT_ONES", floats)
         monkeypatch.setattr(exact, "_WRAP", wrap)
         monkeypatch.setattr(exact, "_LIMB_PARTS", limb_parts)
         limbs = jax.jit(lambda c: count_true(c, axes))(condition)

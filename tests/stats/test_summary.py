@@ -38,7 +38,7 @@ def _of_part(x: np.ndarray, split: Split) -> dict[str, Summary]:
     out = {}
     for kind, summary in _jitted(x, split).items():
         for _ in range(len(summary.axes)):
-            summary = Summary(summary.leaves, summary.kind).collapse(0)
+            summary = Summary.of(summary.leaves, summary.kind).collapse(0)
         out[kind] = summary
     return out
 
@@ -92,7 +92,7 @@ def _example(kind: str, seed: int) -> Summary:
     for leaf in KINDS[kind].leaves:
         shape = (3, leaf.width) if leaf.width else (3,)
         leaves[leaf.name] = rng.integers(0, 200, shape).astype(np.float32)  # integers: float sums are exact
-    return Summary(leaves, kind)
+    return Summary.of(leaves, kind)
 
 
 MERGEABLE = [name for name, kind in KINDS.items() if all(leaf.reduce is not Reduce.RAW for leaf in kind.leaves)]
@@ -116,7 +116,7 @@ def test_merge_is_associative_commutative_and_has_an_identity(kind):
 @pytest.mark.parametrize("kind", MERGEABLE)
 def test_collapse_is_the_merge_of_the_stack(kind):
     a = _example(kind, 0)
-    rows = [Summary({name: leaf[i] for name, leaf in a.leaves.items()}, kind) for i in range(3)]
+    rows = [Summary.of({name: leaf[i] for name, leaf in a.leaves.items()}, kind) for i in range(3)]
     _equal(a.collapse(0), merge_all(rows))
 
 
@@ -139,7 +139,7 @@ def test_a_summary_is_an_ordinary_pytree():
 
 
 def _mean(parts) -> float | None:
-    merged = merge_all(Summary({"total": jnp.float32(t), "weight": jnp.float32(w)}, "mean") for t, w in parts)
+    merged = merge_all(Summary.of({"total": jnp.float32(t), "weight": jnp.float32(w)}, "mean") for t, w in parts)
     return finalized(merged)[0][""]
 
 

@@ -14,12 +14,12 @@ import time
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import probes_jax as pj  # noqa: E402
-from tests.step.small import GROUPS, make_batch, make_state  # noqa: E402
+import probes_jax as pj
+from tests.step.small import GROUPS, make_batch, make_state
 
 
 def main(index: int, port: int, folder: pathlib.Path, steps: int, exit_step: int | None) -> None:

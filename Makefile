@@ -11,7 +11,7 @@ ARGS ?=
 WORKERS ?= 2
 
 RUN := $(VENV)/bin/python
-PYTEST := $(RUN) -m pytest -n $(WORKERS) $(ARGS)
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 REFERENCE := docs/metrics.md
 PIN_FLAGS := --quiet --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
              --python-platform x86_64-manylinux_2_28

@@ -36,10 +36,8 @@ def main(steps):
     opt_state = tx.init(params)
     monitor, recorder = pj.Monitor.create(tx=tx, params=params), pj.Recorder("runs/own_loop")
     for step in range(steps):
-        batch = next(batches)
-        params, opt_state, monitor, report = train_step(
-            params, opt_state, monitor, batch, jax.random.fold_in(key, step)
-        )
+        batch, step_key = next(batches), jax.random.fold_in(key, step)
+        params, opt_state, monitor, report = train_step(params, opt_state, monitor, batch, step_key)
         recorder.record(report)
     recorder.close()
     print(f"loss {report.scalars()['loss/mean']:.3f} after {steps} steps")

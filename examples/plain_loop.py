@@ -33,8 +33,8 @@ def main(steps):
     params = model.init(key, next(batches)["tokens"])["params"]
     opt_state = tx.init(params)
     for step in range(steps):
-        batch = next(batches)
-        params, opt_state, loss = train_step(params, opt_state, batch, jax.random.fold_in(key, step))
+        batch, step_key = next(batches), jax.random.fold_in(key, step)
+        params, opt_state, loss = train_step(params, opt_state, batch, step_key)
     print(f"loss {loss:.3f} after {steps} steps")
 
 

@@ -68,7 +68,14 @@ class Bound(abc.ABC):
 
 
 class Binding(abc.ABC):
-    """A model, and how to make, bind and observe its arrays. The model is not edited and not changed."""
+    """A model, and how to make, bind and observe its arrays. The model is not edited and not changed.
+
+    Attributes:
+        has_arrays: The arrays exist already, and `init` copies them (nnx). False: `init` computes them (linen), and
+            under `jax.jit` with output shardings no device ever holds the whole of a large model.
+    """
+
+    has_arrays: bool = False
 
     @abc.abstractmethod
     def init(self, loss_fn: LossFn, batch: Any, key: jax.Array, variables: Any = None) -> ModelParts:

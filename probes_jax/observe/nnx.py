@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ class NNXBinding(Binding):
         take_ownership: Hand the module's own arrays out instead of copies. A step that donates them makes the module
             unusable.
     """
+
+    has_arrays = True
 
     def __init__(self, module: nnx.Module, take_ownership: bool = False) -> None:
         self._graphdef, state = nnx.split(module, graph=True)
@@ -134,8 +137,7 @@ class NNXBound(Bound):
         return Attribute(self._call_part, lambda reach: reach(self._module), _follows, (name,)).resolve()
 
     def _call_part(self, reach: Reach, args: Any, kwargs: Any) -> Any:
-        mine = getattr(reach(self._module), "__self__", None) is self._module  # a method of the root
-        return self._run(reach, args, kwargs, root=mine)
+        return self._run(reach, args, kwargs, root=_owner(reach(self._module)) is self._module)
 
     def _run(self, reach: Reach, args: Any, kwargs: Any, *, root: bool) -> Any:
         if self._finished:
@@ -207,9 +209,14 @@ def _save(module: Any) -> tuple[Any, Any]:
 def _follows(value: Any) -> bool:
     """Whether a value is a module, a method of one, or a container of modules."""
     leaves = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.Variable))
-    return any(
-        isinstance(leaf, nnx.Module) or isinstance(getattr(leaf, "__self__", None), nnx.Module) for leaf in leaves
-    )
+    return any(isinstance(leaf, nnx.Module) or isinstance(_owner(leaf), nnx.Module) for leaf in leaves)
+
+
+def _owner(value: Any) -> Any:
+    """The module whose method `value` is, None otherwise. A method under `nnx.jit` comes as a partial function."""
+    if isinstance(value, functools.partial) and value.args:
+        return value.args[0]
+    return getattr(value, "__self__", None)
 
 
 def _flatten(tree: Any, path: Path = ()) -> dict[Path, Any]:

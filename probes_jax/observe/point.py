@@ -13,6 +13,8 @@ from probes_jax.observe.names import ROOT, Names, escape, expand
 class Point:
     """One float output of one call of one method of one module.
 
+    Methods are `__call__` and all whose name does not begin with an underscore, but not `setup`.
+
     Paths alone are not unique (shared scopes, shared modules, a helper called three times), so class, method, call
     number and leaf belong to the identity.
 

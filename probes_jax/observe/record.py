@@ -46,7 +46,9 @@ class Record:
 
     def collapsed(self) -> Record:
         """The record as it comes out of a scan over time or a map over examples: merged over its first axis."""
-        return dataclasses.replace(self, values={leaf: value.collapse() for leaf, value in self.values.items()})
+        return dataclasses.replace(
+            self, values={leaf: value.collapse().carried() for leaf, value in self.values.items()}
+        )
 
 
 def float_leaves(output: Any) -> dict[str, jax.Array]:

@@ -49,7 +49,10 @@ def make_core(
     _check_params(shapes[0])
     specs = binding.partition_specs(*shapes)
     place = _placements(shapes, specs, shardings, mesh)
-    params, state = jax.jit(init, out_shardings=place)(key, batch, variables)
+    if binding.has_arrays:  # made already: under jit they would be constants of the program
+        params, state = jax.device_put(init(key, batch, variables), place)
+    else:
+        params, state = jax.jit(init, out_shardings=place)(key, batch, variables)
     trained, frozen = split_trained(params, wrt)
     opt_shapes = jax.eval_shape(tx.init, trained)
     opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(tx, opt_shapes, trained, mesh))(trained)

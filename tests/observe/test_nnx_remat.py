@@ -178,6 +178,10 @@ class Jitted(nnx.Module):
             x = jitted(layer, x)
         return x
 
+    @nnx.jit
+    def encode(self, x):
+        return self.layers[0](x)
+
 
 @nnx.jit
 def jitted(layer, x):
@@ -196,6 +200,12 @@ def test_jit_inside_the_model_traced_plain_before_and_observed_twice():
     doubled = evaluate(binding, mean_output, X, parts, measure=lambda x: summarize_magnitude(2.0 * x))
     assert doubled.rows["layers[1]"]["abs_max"] == 2.0 * first.rows["layers[1]"]["abs_max"]
     assert_same(plain.grads, first.grads)
+
+
+def test_a_jitted_method_of_a_bound_model():
+    observed, _, _ = observed_and_plain(Jitted(nnx.Rngs(0)), lambda m, x, rngs: jnp.sum(m.encode(m.layers[1](x))), X)
+    assert list(observed.rows) == ["layers[1]", "layers[0]", "output.encode"]
+    assert len(observed.outputs) == 1
 
 
 @pytest.mark.parametrize("transform", [jax.checkpoint, jax.vmap])

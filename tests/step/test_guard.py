@@ -147,9 +147,12 @@ def test_dynamic_loss_scale_skips_and_drops():
 
 def test_frozen_leaves_are_shown_apart():
     """L034: what the optimizer never moves does not drive the norm."""
+    def label(path, _):
+        return "freeze" if path[0].key == "head" else "train"
+
     tx = optax.multi_transform(
         {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()},
-        lambda params: {key: jax.tree.map(lambda _: "freeze" if key == "head" else "train", value) for key, value in params.items()},
+        lambda params: jax.tree_util.tree_map_with_path(label, params),
     )
     _, reports = run([1.0], tx=tx)
     state = make_state(tx=optax.sgd(0.1), loss_fn=poisoned_loss, batch=batch_with(1.0))

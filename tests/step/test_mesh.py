@@ -135,11 +135,14 @@ def test_nan_on_one_device_is_seen_by_all():
         assert not np.isfinite(found["grad/norm"])
 
 
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
 def count_collectives(state, program, batch):
     from probes_jax.step.train import compiled
 
     text = compiled(state.settings, program).lower(np.int32(0), state.core, batch).compile().as_text()
-    return len(re.findall(r" = \S+ (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text))
+    return len(re.findall(rf" = .+ (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text))
 
 
 @pytest.mark.parametrize("case", ["data", "fsdp"])

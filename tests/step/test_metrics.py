@@ -54,7 +54,8 @@ def test_loss_and_groups(run):
             if of_group.sum() == 0:
                 assert f"loss/group/{name}/mean" not in found
             else:
-                assert found[f"loss/group/{name}/mean"] == pytest.approx((nll * of_group).sum() / of_group.sum(), rel=1e-6)
+                mean = (nll * of_group).sum() / of_group.sum()
+                assert found[f"loss/group/{name}/mean"] == pytest.approx(mean, rel=1e-6)
             assert found[f"loss/group/{name}/token_share"] == pytest.approx(of_group.sum() / mask.sum(), rel=1e-6)
 
 

@@ -56,7 +56,7 @@ _SPIKE = (
         "score",
         "z_t",
         "1",
-        "0.6745 (u_t - q_t) / max(D_t, floor), signed; +inf for a non-finite x_t; absent for x_t <= 0 or a short window",
+        "0.6745 (u_t - q_t) / max(D_t, floor), signed; +inf for a non-finite x_t; absent for x_t <= 0 or few values",
         "spikes, without assuming a Gaussian",
     ),
 )

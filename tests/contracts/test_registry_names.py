@@ -1,0 +1,42 @@
+"""Every name that a step reports has an entry in the registry."""
+
+from __future__ import annotations
+
+import optax
+
+import probes_jax as pj
+from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.readings import decoder_of
+from tests.step.small import GROUPS, make_batch, make_state
+
+HOST_MADE = ("sys/",)
+
+
+def reported_names() -> set[str]:
+    """All names of both programs of a run that uses everything, measured or absent."""
+
+    def loss_fn(model, batch, rngs):
+        logits = model(batch["tokens"])
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return pj.Loss(nll=nll, mask=batch["mask"], group=batch["source"], extra={"z": (logits**2).mean()})
+
+    plan = pj.Plan(groups=GROUPS, guard=pj.Guard())
+    tx = pj.chain(
+        ("clip", optax.clip_by_global_norm(1.0)),
+        ("sgd", optax.masked(optax.set_to_zero(), lambda params: {k: k == "head" for k in params})),
+        ("lr", optax.scale_by_learning_rate(0.1)),
+    )
+    state = make_state(plan=plan, tx=tx, loss_fn=loss_fn, loss_scale="dynamic")
+    names: set[str] = set()
+    for _ in range(2):
+        state, report = pj.monitored_train_step(state, make_batch())
+        names |= set(decoder_of(report.layout).names)
+    return names
+
+
+def test_every_reported_name_is_registered_and_every_entry_is_reported():
+    names = reported_names()
+    assert [name for name in names if REGISTRY.find(name) is None] == []
+    used = {REGISTRY[name].name for name in names}
+    unused = [spec.name for spec in REGISTRY if spec.name not in used and not spec.name.startswith(HOST_MADE)]
+    assert unused == []

@@ -25,3 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason="TensorFlow is not installed: pip install 'probes_jax[tensorflow]'")
             )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs() -> Iterator[None]:
+    """Frees what a file has compiled: thousands of programs in one process take gigabytes and slow every collection."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()

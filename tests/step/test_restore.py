@@ -89,3 +89,34 @@ def test_a_missing_parameter_is_an_error(tmp_path):
 def test_no_empty_arrays_in_the_state():
     """L117: orbax refuses arrays without elements."""
     assert all(np.size(leaf) for leaf in jax.tree.leaves(make_state()))
+
+
+def test_a_record_holds_its_own_step_only(tmp_path):
+    """L049, L051: nothing of the step before, of the save or of a half-filled window is averaged in."""
+
+    def loss_fn(model, batch, rngs):
+        return pj.Loss(nll=batch["nll"] + 0.0 * model(batch["tokens"])[..., 0])
+
+    def batch(value):
+        return make_batch() | {"nll": np.full((8, 6), value, np.float32)}
+
+    def create():
+        return make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch(1.0), microbatches=2)
+
+    state, report = pj.monitored_train_step(create(), batch(1.0))
+    assert report.scalars()["loss/mean"] == 1.0
+    resumed, _ = save_and_read(state, tmp_path / "saved")
+    for value in (10.0, 20.0):
+        resumed, report = pj.monitored_train_step(resumed, batch(value))
+        assert report.scalars()["loss/mean"] == value
+
+
+def test_the_state_says_which_batch_is_next(tmp_path):
+    """L107: after a checkpoint behind batch 4 the next one is 5; none is repeated, and the record shows it."""
+    state, _ = train(make_state(), range(5))
+    resumed, _ = save_and_read(state, tmp_path / "saved")
+    steps = []
+    for index in range(int(resumed.step), 8):
+        resumed, report = pj.monitored_train_step(resumed, make_batch(index))
+        steps.append(report.readings()[0].step)
+    assert steps == [5, 6, 7]

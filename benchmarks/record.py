@@ -27,9 +27,7 @@ def measure(steps: int = 120) -> list[Figure]:
         "source": np.zeros(batch_size, np.int32),
     }
     plan = pj.Plan(groups=("code", "docs", "law"), scan_every=20)
-    state = pj.TrainState.create(
-        model=TransformerLM(config), tx=_optimizer(), loss_fn=loss_fn, plan=plan, batch=batch
-    )
+    state = pj.TrainState.create(model=TransformerLM(config), tx=_optimizer(), loss_fn=loss_fn, plan=plan, batch=batch)
     batch, taken = jax.device_put(batch), []
     with tempfile.TemporaryDirectory() as folder, pj.Recorder(folder, plan) as recorder:
         for _ in range(steps):

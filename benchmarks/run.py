@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.figure import RESULTS, save
 
@@ -21,19 +22,25 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def _line(row: dict[str, Any]) -> str:
+    met = {True: "yes", False: "**no**", None: ""}[row["met"]]
+    value, low, high = (_number(row[key]) for key in ("value", "low", "high"))
+    return f"| {row['figure']} | {value} | {low} to {high} | {row['unit']} | {row['target']} | {met} |"
+
+
 def table() -> str:
     """The table of all measured figures, a section for each machine."""
     rows = json.loads(RESULTS.read_text())
     lines = []
     for machine in sorted({row["machine"] for row in rows}):
-        lines += ["", f"### {machine}", "", "| figure | median | 95 % interval | unit | target | met |", "|---|---|---|---|---|---|"]
-        for row in rows:
-            if row["machine"] == machine:
-                met = {True: "yes", False: "**no**", None: ""}[row["met"]]
-                interval = f"{_number(row['low'])} to {_number(row['high'])}"
-                lines.append(
-                    f"| {row['figure']} | {_number(row['value'])} | {interval} | {row['unit']} | {row['target']} | {met} |"
-                )
+        lines += [
+            "",
+            f"### {machine}",
+            "",
+            "| figure | median | 95 % interval | unit | target | met |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [_line(row) for row in rows if row["machine"] == machine]
     return "\n".join(lines) + "\n"
 
 
@@ -45,7 +52,8 @@ def main() -> None:
     for name in chosen:
         figures = importlib.import_module(f"benchmarks.{name}").measure()
         for figure in figures:
-            print(f"{figure.figure}: {_number(figure.value)} {figure.unit} ({_number(figure.low)} to {_number(figure.high)})")
+            value, low, high = (_number(x) for x in (figure.value, figure.low, figure.high))
+            print(f"{figure.figure}: {value} {figure.unit} ({low} to {high})")
         save(figures)
     page = PAGE.read_text()
     PAGE.write_text(page[: page.index(START) + len(START)] + "\n" + table())

@@ -47,9 +47,7 @@ def _programs(batch_size: int, length: int, config: Config) -> dict[str, Callabl
         "source": rng.integers(0, 3, batch_size).astype(np.int32),
     }
     plan = pj.Plan(groups=("code", "docs", "law"))
-    state = pj.TrainState.create(
-        model=TransformerLM(config), tx=_optimizer(), loss_fn=loss_fn, plan=plan, batch=batch
-    )
+    state = pj.TrainState.create(model=TransformerLM(config), tx=_optimizer(), loss_fn=loss_fn, plan=plan, batch=batch)
     batch = jax.device_put(batch)
     runs = {}
     for name, program in (("A", "off"), ("A again", "off"), ("light", "light"), ("full", "full")):

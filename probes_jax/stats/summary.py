@@ -66,9 +66,9 @@ class Summary:
         """
         if (self.kind, self.axes) != (other.kind, other.axes):
             raise ValueError(f"cannot merge {self.kind} rows over {self.axes} with {other.kind} rows over {other.axes}")
-        return self._with(
-            self.sums + other.sums, None if self.maxima is None else jnp.maximum(self.maxima, other.maxima)
-        )
+        if self.maxima is None or other.maxima is None:
+            return self._with(self.sums + other.sums, None)
+        return self._with(self.sums + other.sums, jnp.maximum(self.maxima, other.maxima))
 
     def collapse(self, axis: int = 0) -> Summary:
         """Merges along one stack axis (microbatches, layers)."""

@@ -77,12 +77,11 @@ class Monitor:
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
         partition = find_partition(plan, batch, find_mesh(batch, params))
         opt_state = jax.eval_shape(tx.init, params)
-        core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, None)
+        core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, init_monitor(plan, None))
         binding = None if model is None else wrap(model)
         settings = describe(binding, tx, loss_fn, plan, core, partition, batch)
-        state = init_monitor(plan, None)
         place = settings.replicated()
-        return cls(state if place is None else jax.device_put(state, place), settings)
+        return cls(core.monitor if place is None else jax.device_put(core.monitor, place), settings)
 
     def loss(
         self, params: Any, batch: Any, key: jax.Array, *, scan: bool = False, model_state: Any = None

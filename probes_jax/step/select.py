@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 Path = tuple[str, ...]
+Chosen = Callable[[Path, Any], bool]
 Wrt = str | Callable[[Path, Any], bool] | None
 
 
@@ -46,21 +47,7 @@ def split_trained(params: dict[Any, Any], wrt: Wrt) -> tuple[dict[Any, Any], dic
         ValueError: Nothing would be trained.
     """
     leaves = flatten(params)
-    if isinstance(wrt, str):
-        pattern = re.compile(wrt)
-
-        def chosen(path: Path, leaf: Any) -> bool:
-            return pattern.search("/".join(map(str, path))) is not None
-
-    elif wrt is None:
-
-        def chosen(path: Path, leaf: Any) -> bool:
-            return True
-
-    elif callable(wrt):
-        chosen = wrt
-    else:
-        raise TypeError(f"wrt must be a regular expression or a function of (path, array), got {type(wrt).__name__}")
+    chosen = _chooser(wrt)
     trained = {p: x for p, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating) and chosen(p, x)}
     if not trained:
         known = ", ".join("/".join(map(str, path)) for path in list(leaves)[:5])
@@ -68,6 +55,17 @@ def split_trained(params: dict[Any, Any], wrt: Wrt) -> tuple[dict[Any, Any], dic
             f"wrt={wrt!r} selects no floating-point parameter; there are {len(leaves)}, the first: {known}"
         )
     return unflatten(trained), unflatten({path: leaf for path, leaf in leaves.items() if path not in trained})
+
+
+def _chooser(wrt: Wrt) -> Chosen:
+    if wrt is None:
+        return lambda path, leaf: True
+    if isinstance(wrt, str):
+        pattern = re.compile(wrt)
+        return lambda path, leaf: pattern.search("/".join(map(str, path))) is not None
+    if callable(wrt):
+        return wrt
+    raise TypeError(f"wrt must be a regular expression or a function of (path, array), got {type(wrt).__name__}")
 
 
 def join(trained: dict[Any, Any], frozen: dict[Any, Any]) -> dict[Any, Any]:

@@ -127,9 +127,9 @@ def _as_key(rngs: Any) -> jax.Array:
     """A typed random key from what a user may give: a typed key, raw key data, an integer seed."""
     if isinstance(rngs, int) and not isinstance(rngs, bool):
         return jax.random.key(rngs)
-    dtype = getattr(rngs, "dtype", None)
-    if dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key) and rngs.shape == ():
-        return rngs
-    if dtype == np.uint32 and rngs.ndim == 1:
-        return jax.random.wrap_key_data(rngs)
+    if isinstance(rngs, jax.Array | np.ndarray):
+        if jax.numpy.issubdtype(rngs.dtype, jax.dtypes.prng_key) and rngs.shape == ():
+            return jax.numpy.asarray(rngs)
+        if rngs.dtype == np.uint32 and rngs.ndim == 1:
+            return jax.random.wrap_key_data(jax.numpy.asarray(rngs))
     raise TypeError(f"rngs must be a jax.random.key or an integer seed, got {type(rngs).__name__}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from probes_jax.step.pack import widen
 from probes_jax.step.program import step_program
@@ -63,11 +64,12 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
-    if isinstance(state.step, jax.core.Tracer):
+    if isinstance(state.step, Tracer):
         return _traced(state, batch)
     step = int(state.step)
-    core, report = compiled(state.settings, program_of(state.settings, step))(np.int32(step), state.core, batch)
-    return TrainState.from_core(np.array(step + 1, np.int32), core, state.settings), report
+    run = compiled(state.settings, program_of(state.settings, step))
+    after, report = run(np.int32(step), state.core, batch)
+    return TrainState.from_core(np.array(step + 1, np.int32), after, state.settings), report
 
 
 def _traced(state: TrainState, batch: Any) -> tuple[TrainState, Report]:

@@ -21,7 +21,7 @@ class Core(NamedTuple):
     frozen: Any  # the others, nested dict
     model_state: Any  # everything else the model carries
     opt_state: Any
-    key: jax.Array  # raw key data, uint32
+    key: Any  # raw key data, uint32 array
     monitor: MonitorState
 
 

@@ -147,6 +147,7 @@ def test_dynamic_loss_scale_skips_and_drops():
 
 def test_frozen_leaves_are_shown_apart():
     """L034: what the optimizer never moves does not drive the norm."""
+
     def label(path, _):
         return "freeze" if path[0].key == "head" else "train"
 

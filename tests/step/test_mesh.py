@@ -69,10 +69,7 @@ def test_values_are_those_of_one_device(case, microbatches):
     mesh = mesh_of(**axes)
     plan = pj.Plan(groups=GROUPS, scan_every=2, **settings)
     sharded = [
-        {
-            key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim])))
-            for key, x in batch.items()
-        }
+        {key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim]))) for key, x in batch.items()}
         for batch in batches
     ]
     _, found = run(sharded, plan, shardings=rule, microbatches=microbatches)

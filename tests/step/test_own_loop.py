@@ -54,9 +54,7 @@ def test_a_scalar_loss_gives_the_values_of_the_monitored_step():
 def test_an_observed_model_gives_everything():
     tx = make_tx()
     params, found = expected(tx, 2)
-    monitor = pj.Monitor.create(
-        tx=tx, params=params, plan=PLAN, model=Model(), loss_fn=loss_fn, batch=make_batch()
-    )
+    monitor = pj.Monitor.create(tx=tx, params=params, plan=PLAN, model=Model(), loss_fn=loss_fn, batch=make_batch())
     opt_state, key = tx.init(params), jax.random.key(0)
     (_, seen), gradients = jax.value_and_grad(monitor.loss, has_aux=True)(params, make_batch(0), key, scan=True)
     updates, new_opt_state = tx.update(gradients, opt_state, params)

@@ -61,7 +61,7 @@ clean: ## remove the environment and what the tools left (not runs/)
 	@for folder in $(VENV) .venv .venv-second; do \
 	    [ ! -f $$folder/pyvenv.cfg ] || rm -rf $$folder; \
 	done
-	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The stamps: an environment is installed again when its pins or the package's own requirements change.

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import pathlib
+import sys
+from collections.abc import Iterator
 
 import pytest
 

@@ -12,6 +12,7 @@ WORKERS ?= 2
 
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+CORE := $(addprefix tests/,spec stats signals detect observe step host present)
 REFERENCE := docs/metrics.md
 PIN_FLAGS := --quiet --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
              --python-platform x86_64-manylinux_2_28
@@ -30,8 +31,8 @@ demo: $(VENV)/.runtime ## train a small language model with every probe on (ARGS
 test: $(VENV)/.dev ## every test, and the examples in the docstrings
 	$(PYTEST)
 
-test-core: $(VENV)/.dev ## the tests without the slow ones, for the second pair of Python and JAX
-	$(PYTEST) -m "not slow"
+test-core: $(VENV)/.dev ## the package's own tests without the slow ones, for the second pair of Python and JAX
+	$(PYTEST) -m "not slow" $(CORE)
 
 lint: $(VENV)/.dev ## formatting, ruff, pyright, import rules, the generated reference
 	$(RUN) -m ruff format --check .

@@ -90,6 +90,11 @@ def make_tx(lr=1e-2, clip=0.5):
     )
 
 
+def make_sgd():
+    """For comparing two programs over several steps: Adam turns a last bit of a tiny gradient into a whole update."""
+    return pj.chain(("clip", optax.clip_by_global_norm(0.5)), ("lr", optax.scale_by_learning_rate(0.1)))
+
+
 def make_state(model=None, tx=None, plan=None, batch=None, **kwargs):
     plan = pj.Plan(groups=GROUPS) if plan is None else plan
     return pj.TrainState.create(

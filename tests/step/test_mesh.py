@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.small import GROUPS, make_batch, make_sgd, make_state
 
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 
@@ -52,7 +52,7 @@ CASES = {
 
 
 def run(batches, plan=PLAN, **kwargs):
-    state = make_state(plan=plan, batch=batches[0], **kwargs)
+    state = make_state(plan=plan, batch=batches[0], tx=make_sgd(), **kwargs)
     found = []
     for batch in batches:
         state, report = pj.monitored_train_step(state, batch)

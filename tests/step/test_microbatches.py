@@ -8,13 +8,13 @@ import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.small import GROUPS, make_batch, make_sgd, make_state
 
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 
 
 def run(microbatches, steps=3, **kwargs):
-    state = make_state(plan=PLAN, microbatches=microbatches, **kwargs)
+    state = make_state(plan=PLAN, microbatches=microbatches, tx=make_sgd(), **kwargs)
     reports = []
     for seed in range(steps):
         state, report = pj.monitored_train_step(state, make_batch(seed))

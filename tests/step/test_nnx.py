@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import GROUPS, NNXModel, copy, make_batch, make_state
+from tests.step.small import GROUPS, NNXModel, copy, make_batch, make_sgd, make_state
 
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 
@@ -22,7 +22,7 @@ def linen_variables(model):
 
 
 def run(steps=3, **kwargs):
-    state = make_state(plan=PLAN, **kwargs)
+    state = make_state(plan=PLAN, tx=make_sgd(), **kwargs)
     found = []
     for seed in range(steps):
         state, report = pj.monitored_train_step(state, make_batch(seed))

@@ -13,7 +13,7 @@ import pytest
 
 import probes_jax as pj
 from probes_jax.host.read_flight import read_flight
-from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.small import GROUPS, make_batch, make_sgd, make_state
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def test_values_and_files(tmp_path):
         stop(processes)
     found = [json.loads((tmp_path / f"found_{index}.json").read_text()) for index in range(2)]
     assert found[0] == found[1]
-    state = make_state(plan=pj.Plan(groups=GROUPS, scan_every=2))
+    state = make_state(plan=pj.Plan(groups=GROUPS, scan_every=2), tx=make_sgd())
     for seed, report_of_two in enumerate(found[0]):
         state, report = pj.monitored_train_step(state, make_batch(seed))
         for name, value in report.scalars().items():

@@ -29,6 +29,8 @@ class Coverage:
 
     def __str__(self) -> str:
         lines = [f"{len(self.reported)} of {len(self.seen)} observed points reported"]
+        if not self.seen:
+            lines = ["activations are observed by the full program only, every Plan.scan_every steps"]
         return "\n".join(lines + [f"  missing {name}: {reason}" for name, reason in self.missing])
 
 
@@ -48,6 +50,9 @@ class Report:
     layout: Layout
     coverage: Coverage = Coverage()
     aux: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Report of the {self.layout.program} program, {len(self.layout.entries)} entries: scalars() reads it>"
 
     def readings(self) -> list[Readings]:
         """All metrics, one `Readings` per step that ran. Waits for the device."""

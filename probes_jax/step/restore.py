@@ -76,4 +76,5 @@ def _convert(found: Any, leaf: Any) -> Any:
         return _ABSENT
     if isinstance(leaf, np.ndarray):
         return np.asarray(found).astype(leaf.dtype)
-    return jax.device_put(jax.numpy.asarray(found, leaf.dtype), leaf.sharding)
+    # A copy: the first step donates the state, and the caller's tree must outlive it.
+    return jax.device_put(jax.numpy.array(found, leaf.dtype, copy=True), leaf.sharding)

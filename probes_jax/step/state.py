@@ -11,6 +11,7 @@ import numpy as np
 
 from probes_jax.observe.wrap import wrap
 from probes_jax.spec.plan import Plan
+from probes_jax.step.accumulate import check_batch
 from probes_jax.step.create import describe, make_core
 from probes_jax.step.loss_scale import as_loss_scale
 from probes_jax.step.monitor import MonitorState
@@ -90,6 +91,7 @@ class TrainState:
             raise TypeError(f"plan must be a pj.Plan, got {type(plan).__name__}")
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ValueError(f"microbatches must be an integer of at least 1, got {microbatches!r}")
+        check_batch(batch, microbatches)
         scale = as_loss_scale(loss_scale)
         key = _as_key(rngs)
         binding = wrap(model)
@@ -112,6 +114,11 @@ class TrainState:
     @classmethod
     def from_core(cls, step: Any, core: Core, settings: Settings) -> TrainState:
         return cls(step, *core, settings=settings)
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        size = sum(np.size(leaf) for leaf in leaves)
+        return f"<TrainState step={self.step}, {len(leaves)} trained tensors, {size:,} elements>"
 
     @property
     def core(self) -> Core:

@@ -66,6 +66,11 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
     if isinstance(state.step, Tracer):
         return _traced(state, batch)
+    if isinstance(state.key, jax.Array) and state.key.is_deleted():
+        raise ValueError(
+            "state was given to a step before, which reused its memory; use the state that the step returned, or make it "
+            "with donate=False"
+        )
     step = int(state.step)
     run = compiled(state.settings, program_of(state.settings, step))
     after, report = run(np.int32(step), state.core, batch)

@@ -60,6 +60,8 @@ def test_donated_state_is_gone_and_reports_stay():
     with pytest.raises(RuntimeError, match=r"deleted|donated"):
         np.asarray(jax.tree.leaves(state.params)[0])
     assert all(np.isfinite(report.scalars()["loss/mean"]) for report in reports)
+    with pytest.raises(ValueError, match="use the state that the step returned"):
+        pj.monitored_train_step(state, make_batch())
 
 
 def test_a_snapshot_survives_donation():

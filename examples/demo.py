@@ -1,12 +1,14 @@
 """Trains a small byte-level language model on text found on this machine, with every probe on.
 
-python examples/demo.py             a linen model, at most 3 minutes
+python examples/demo.py             a linen model, at most 3 minutes of training
 python examples/demo.py --nnx       the same model in nnx
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from probes_jax.present.screen import print_screen
 from probes_jax.present.table import make_console
 
 ROWS = 8  # sequences of a batch
+COMPILING = 2  # steps that wait for their program: the first full one, the first light one
 CONFIG = Config(vocabulary=text.VOCABULARY, length=128, width=128, layers=4, heads=4, hidden=512)
 
 
@@ -43,11 +46,14 @@ def loss_fn(model, batch, rngs):
     return pj.Loss(nll=nll, mask=batch["mask"], group=batch["source"])
 
 
-def limited(batches: Iterable, steps: int, seconds: float) -> Iterator:
-    """At most so many batches, and none after so many seconds."""
-    end = time.monotonic() + seconds
-    for _, batch in zip(range(steps), batches):
-        if time.monotonic() > end:
+def limited(batches: Iterable, steps: int, minutes: float, console) -> Iterator:
+    """At most so many batches, and none after so many minutes of training. Compiling does not count."""
+    end = float("inf")
+    for step, batch in zip(range(steps), batches):
+        if step == COMPILING:
+            end = time.monotonic() + 60 * minutes
+        elif time.monotonic() > end:
+            console.print(f"stopped: {minutes:g} minutes of training are over (step {step:,} of {steps:,})")
             return
         yield batch
 
@@ -72,7 +78,7 @@ def main() -> None:
     )
     describe(console, options, state, sources)
 
-    batches = limited(batches, options.steps, 60 * options.minutes)
+    batches = limited(batches, options.steps, options.minutes, console)
     try:
         with pj.Recorder(options.out, plan) as recorder, LiveSignals(recorder, plan, total=options.steps) as live:
             for batch in pj.timed(batches):
@@ -88,7 +94,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nnx", action="store_true", help="the nnx model instead of the linen one")
     parser.add_argument("--steps", type=int, default=1200, help="steps at most (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=3.0, help="minutes of training at most (default: 3)")
+    parser.add_argument("--minutes", type=float, default=3.0, help="minutes of training after compiling (default: 3)")
     parser.add_argument("--out", type=Path, help="run folder (default: runs/demo, or the next free name)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     options = parser.parse_args()
@@ -117,7 +123,9 @@ def describe(console, options, state, sources) -> None:
     console.print(f"model    {kind} decoder, {size:,} parameters, jax {jax.__version__}")
     console.print(f"text     {found}; {ROWS * CONFIG.length:,} tokens (bytes) a step")
     console.print(f"device   {len(devices)} x {devices[0].device_kind}")
-    console.print(f"training {options.steps:,} steps, at most {options.minutes:g} minutes; Ctrl-C ends it cleanly")
+    console.print(
+        f"training {options.steps:,} steps, at most {options.minutes:g} minutes of them; Ctrl-C ends it cleanly"
+    )
 
 
 def finish(console, folder: Path) -> None:
@@ -126,11 +134,19 @@ def finish(console, folder: Path) -> None:
     except FileNotFoundError:
         console.print("Nothing was recorded: no step was finished, or PROBES_JAX=off is set.")
         return
-    print_screen(run, console)
-    console.print(f"The run is in {folder}:", markup=False)
-    console.print(f"  python -m tensorboard.main --logdir {folder}/events    its curves", markup=False)
-    console.print(f"  python -m probes_jax screen {folder}                   this table again", markup=False)
-    console.print(f'  probes_jax.open_run("{folder}")                        every number, in Python', markup=False)
+    print_screen(run, console, str(folder))
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    ways = {
+        shlex.join([str(python), "-m", "tensorboard.main", "--logdir", f"{folder}/events"]): "its curves",
+        shlex.join([str(python), "-m", "probes_jax", "screen", str(folder)]): "this table again",
+        f'probes_jax.open_run("{folder}")': "every number, in Python",
+    }
+    console.print(f"The run is in {folder}:", markup=False, soft_wrap=True)
+    width = max(map(len, ways))
+    for way, what in ways.items():
+        console.print(f"  {way:{width}}   {what}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     model = pj.wrap(module)
     tx = pj.chain(("clip", optax.clip_by_global_norm(1.0)), ("adam", optax.scale_by_adam()),
                   ("lr", optax.scale_by_learning_rate(3e-4)))
-    state = pj.TrainState.create(model=model, tx=tx, loss_fn=loss_fn, plan=pj.Plan(), rngs=key, batch=example)
+    plan = pj.Plan()
+    state = pj.TrainState.create(model=model, tx=tx, loss_fn=loss_fn, plan=plan, rngs=key, batch=example)
     with pj.Recorder("runs/demo", plan) as recorder:
         for batch in pj.timed(batches):
             state, report = pj.monitored_train_step(state, batch)

@@ -56,6 +56,7 @@ def decide(
     co_spike: jax.Array,
     empty: jax.Array,
     skip_empty: bool,
+    overflow: jax.Array | None = None,
 ) -> tuple[jax.Array, GuardState]:
     """Decides on one update and counts it.
 
@@ -69,6 +70,8 @@ def decide(
         co_spike: bool, 0-d, loss and gradient norm both spike.
         empty: bool, 0-d, the batch has no valid token.
         skip_empty: Leave the state untouched by an empty batch.
+        overflow: bool, 0-d, a gradient overflowed under a dynamic loss scale, which works by skipping such updates,
+            with or without a guard; None without one.
 
     Returns:
         Whether to skip (bool, 0-d), and the new counters. After `max_consecutive` skips in a row `stopped` is 1 and
@@ -80,7 +83,7 @@ def decide(
     if guard is not None:
         bad = (nonfinite if guard.nonfinite else no) | (co_spike if guard.co_spike else no)
         stopped = state.stopped > np.uint32(0)
-    by_guard = bad | stopped
+    by_guard = bad | stopped | (no if overflow is None else overflow)
     left_out = (empty & ~by_guard) if skip_empty else no
     skip = by_guard | left_out
     consecutive = jnp.where(by_guard, count_if(state.consecutive, by_guard), jnp.where(left_out, state.consecutive, 0))

@@ -9,12 +9,14 @@ import os
 import pathlib
 import struct
 import zlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from probes_jax.host.flight import CHECK, FORMAT, FRAME, LONG, MAGIC, STEP, previous_path
+
+_T = TypeVar("_T")
 
 
 class FlightStep(NamedTuple):
@@ -101,8 +103,14 @@ def _begin(payload: bytes, last: _Attempt | None, path: pathlib.Path) -> _Attemp
     return _Attempt(last.number, last.started)
 
 
-def _steps(data: bytes, path: pathlib.Path, attempt: _Attempt | None) -> Iterator[FlightStep | _Attempt]:
-    """The steps of one segment, and each attempt as it begins."""
+def _number(payload: bytes, attempt: _Attempt) -> int:
+    return STEP.unpack_from(payload)[1]
+
+
+def _steps(
+    data: bytes, path: pathlib.Path, attempt: _Attempt | None, read: Callable[[bytes, _Attempt], _T]
+) -> Iterator[_T | _Attempt]:
+    """What `read` makes of each step of one segment, and each attempt as it begins."""
     offset = data.find(MAGIC)
     while offset >= 0:
         offset += len(MAGIC)
@@ -122,10 +130,17 @@ def _steps(data: bytes, path: pathlib.Path, attempt: _Attempt | None) -> Iterato
                 elif kind == b"L":
                     attempt.labels[struct.unpack_from("<H", payload)[0]] = payload[2:].decode()
                 elif kind == b"S":
-                    yield _read_step(payload, attempt)
+                    yield read(payload, attempt)
         except _Damaged:
             pass
         offset = data.find(MAGIC, offset)
+
+
+def _bytes(segment: pathlib.Path) -> bytes:
+    data = segment.read_bytes()
+    if data and MAGIC not in data and not MAGIC.startswith(data[: len(MAGIC)]):
+        raise ValueError(f"{segment} is not a flight record: it has no header")
+    return data
 
 
 def read_flight(path: str | os.PathLike[str]) -> list[FlightStep]:
@@ -144,12 +159,22 @@ def read_flight(path: str | os.PathLike[str]) -> list[FlightStep]:
     found, attempt = [], None
     for segment in (previous_path(path), path):
         if segment == path or segment.exists():
-            data = segment.read_bytes()
-            if data and MAGIC not in data and not MAGIC.startswith(data[: len(MAGIC)]):
-                raise ValueError(f"{segment} is not a flight record: it has no header")
-            for item in _steps(data, segment, attempt):
+            for item in _steps(_bytes(segment), segment, attempt, _read_step):
                 if isinstance(item, _Attempt):
                     attempt = item
                 else:
                     found.append(item)
     return found
+
+
+def last_flight_step(path: str | os.PathLike[str]) -> int | None:
+    """The step written last, without reading any values; None where there is none. Args and errors as `read_flight`."""
+    path = pathlib.Path(path)
+    for segment in (path, previous_path(path)):
+        if segment == path or segment.exists():
+            last = None
+            for item in _steps(_bytes(segment), segment, None, _number):
+                last = last if isinstance(item, _Attempt) else item
+            if last is not None:
+                return last
+    return None

@@ -85,6 +85,8 @@ class Recorder:
         clock: Callable[[], float] = time.time,
         process_index: int | None = None,
     ) -> None:
+        if isinstance(path, Plan):
+            raise TypeError("Recorder's first argument is the run folder, got a Plan; pass Recorder(folder, plan=...)")
         if plan is not None and not isinstance(plan, Plan):
             raise TypeError(
                 f"Recorder plan must be a probes_jax.Plan, got {type(plan).__name__}; pass a writer as writer="

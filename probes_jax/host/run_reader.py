@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from probes_jax.host.outlets import flight_path
+from probes_jax.host.read_flight import FlightStep, last_flight_step, read_flight
 from probes_jax.host.run_folder import FORMAT, RunFolder
 from probes_jax.host.series_block import absent, decode
 from probes_jax.host.store import SeriesArrays, Store
@@ -53,6 +55,8 @@ def _candidates(names: tuple[str, ...], worst: str) -> dict[str, str]:
 class Run:
     """A run's folder, read-only. Every call looks at the folder anew; `open_run` makes one.
 
+    A run that was killed before its store was first flushed opens too: it has no `names()`, but a `flight()`.
+
     Args:
         path: Local path or URL.
         context: A shared `tensorstore.Context`, for `memory://`.
@@ -66,6 +70,8 @@ class Run:
         self.folder = RunFolder(path)
         self._store = Store(path, context)
         about = self._store.read("entries/run.json")
+        if about is None and self.flight_step() is not None:
+            about = {"format": FORMAT, "created": None}
         if about is None:
             raise FileNotFoundError(f"no run in {path!r}: it has no entries/run.json (nothing was recorded there yet)")
         if about["format"] != FORMAT:
@@ -132,6 +138,24 @@ class Run:
             event = self._store.read(key)
             out.append({"attempt": int(attempt.key), **event, "superseded": attempt.superseded(event["step"])})
         return out
+
+    def flight(self, process: int = 0) -> list[FlightStep]:
+        """The P0 signals of every step, as process `process` wrote them down within a second; empty without a record.
+
+        After a kill it reaches further than `series`. Its steps are in the order of recording, of all attempts.
+        """
+        path = flight_path(self.folder, process)
+        try:
+            return read_flight(path)
+        except FileNotFoundError:
+            return []
+
+    def flight_step(self) -> int | None:
+        """The last step in the flight record of process 0: how far the run got. None without a record."""
+        try:
+            return last_flight_step(flight_path(self.folder, 0))
+        except FileNotFoundError:
+            return None
 
     def manifest(self) -> dict[str, Any]:
         """Format, creation time, attempts with their plans, series, names, and the registry's entries behind them."""

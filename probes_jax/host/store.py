@@ -5,6 +5,7 @@ The only file that knows tensorstore, so local folders, `gs://` and `s3://` are 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -16,6 +17,8 @@ import tensorstore as ts
 
 from probes_jax.host import strict_json
 from probes_jax.host.definitions import columns_entry, columns_key, exact_columns
+from probes_jax.host.happenings import ATTEMPT, Happenings, counter_columns
+from probes_jax.host.health import log
 from probes_jax.host.run_folder import FORMAT, RunFolder, check_folder, is_url, number_key
 from probes_jax.host.series_block import ABSENT_BITS, NO_STEP, Block, block_rows, encode
 from probes_jax.spec.catalog import REGISTRY
@@ -124,6 +127,16 @@ class SeriesArrays:
             self._arrays[name] = array
         return array[base:end].write(data)
 
+    def last_step(self) -> int | None:
+        """The step of the last row that was written; steps rise within a series."""
+        array = self._arrays["step"]
+        rows, end = array.chunk_layout.read_chunk.shape[0], array.shape[0]
+        for base in range(end - rows, -rows, -rows):
+            steps = array[max(base, 0) : base + rows].read().result()
+            if (steps != NO_STEP).any():
+                return int(steps.max())
+        return None
+
     def read(self, columns: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Steps `[T]`, wall times `[T]` and stored values `[T, len(columns)]` of the rows that were written."""
         steps = self._arrays["step"].read().result()
@@ -135,12 +148,29 @@ class SeriesArrays:
         return steps[rows], wall_time.result()[rows], values.result()[rows]
 
 
+def _reached(store: Store, before: str) -> int | None:
+    """The last step that the attempts before one hold, without what they already did again."""
+    reached: int | None = None
+    for key in store.keys("entries/attempts/"):
+        attempt = key.rsplit("/", 1)[1].removesuffix(".json")
+        if attempt >= before:
+            break
+        first = store.read(key)["first_step"]
+        steps = [] if reached is None else [reached if first is None else min(reached, first - 1)]
+        for series in store.keys(f"entries/series/{attempt}/"):
+            last = SeriesArrays(store, store.read(series)["path"]).last_step()
+            steps += [] if last is None else [last]
+        reached = max(steps, default=None)
+    return reached
+
+
 class _Series:
     """One open series of this attempt: names, the block being filled, the arrays once they exist."""
 
     def __init__(self, names: tuple[str, ...], registry: Registry, rows: int | None) -> None:
         self.names, self.registry = names, registry
         self.exact = exact_columns(names, registry)
+        self.counters = counter_columns(names)
         self.block = Block(len(names), rows or block_rows(len(names)))
         self.arrays: SeriesArrays | None = None
         self.last_step = NO_STEP
@@ -155,6 +185,8 @@ class StoreSink:
 
     A session of a run is an *attempt*; steps that go back (a rollback) start the next attempt. Nothing is ever
     overwritten: readers let the last attempt win.
+
+    What its counters show (a skipped update, a co-spike, ...: `happenings`) is written as an event at the next flush.
 
     Args:
         run_dir: Local path or URL of the run's folder.
@@ -202,6 +234,7 @@ class StoreSink:
         self._first_step: int | None = None
         self._told: int | None = None  # the first step that the attempt's entry says
         self._events = 0
+        self._happenings = Happenings()
         self._series: dict[str, _Series] = {}
         # By program and id of the names; the names are kept, so that their id cannot come back as another tuple.
         self._recent: dict[tuple[str, int], tuple[tuple[str, ...], _Series]] = {}
@@ -229,6 +262,7 @@ class StoreSink:
             series.block.append(readings.step, wall_time, row)
             series.last_step = readings.step
             self._first_step = readings.step if self._first_step is None else self._first_step
+            self._happenings.look(readings, series.counters, wall_time)
 
     def write_event(self, step: int, kind: str, payload: Mapping[str, Any]) -> None:
         """Writes an event at once: something that happened at a step.
@@ -239,10 +273,8 @@ class StoreSink:
             payload: Numbers (also NaN and infinities), text, lists, dicts, NumPy arrays.
         """
         with self._lock:
-            attempt = self._ensure_attempt()
-            event = {"step": int(step), "time": self._clock(), "kind": str(kind), "payload": payload}
-            self._open().write(f"entries/events/{attempt}/{number_key(self._events, 8)}.json", event)
-            self._events += 1
+            self._save_happenings()
+            self._save_event({"step": int(step), "time": self._clock(), "kind": str(kind), "payload": payload})
 
     def flush(self) -> None:
         """Saves all rows: readers see them, and they survive the death of the machine.
@@ -255,6 +287,7 @@ class StoreSink:
             for key, series in self._series.items():
                 if series.block.waiting:
                     self._save(key, series)
+            self._save_happenings()
 
     def close(self) -> None:
         """Flushes."""
@@ -287,6 +320,32 @@ class StoreSink:
         series.arrays.write(series.block)
         series.block.saved = filled
 
+    def _save_happenings(self) -> None:
+        waiting = self._happenings.waiting
+        while waiting:
+            event = waiting[0]
+            if event["kind"] == ATTEMPT and "superseded_through" not in event["payload"]:
+                event["payload"] |= self._superseded(event["step"])
+            self._save_event(event)
+            waiting.pop(0)
+
+    def _save_event(self, event: Mapping[str, Any]) -> None:
+        attempt = self._ensure_attempt()
+        self._open().write(f"entries/events/{attempt}/{number_key(self._events, 8)}.json", event)
+        self._events += 1
+
+    def _superseded(self, first_step: int) -> dict[str, int]:
+        """The last step that an attempt from `first_step` on supersedes; nothing where there is none. Says so."""
+        try:
+            reached = _reached(self._open(), self._ensure_attempt())
+        except Exception as error:  # an older attempt that cannot be read must not keep this one from being written
+            log.warning("the earlier attempts in %s could not be read (%s)", self._root, error)
+            return {}
+        if reached is None or reached < first_step:
+            return {}
+        log.warning("steps %d..%d of an earlier attempt in %s are superseded", first_step, reached, self._root)
+        return {"superseded_through": reached}
+
     def _open(self) -> Store:
         self._store = self._store or Store(self._root, self._context)
         return self._store
@@ -316,7 +375,7 @@ class StoreSink:
         return {
             "created": self._clock(),
             "first_step": self._first_step,
-            "plan": repr(plan) if plan is not None else None,
+            "plan": dataclasses.asdict(plan) if plan is not None else None,
             "plan_fingerprint": plan.fingerprint if plan is not None else None,
             "info": self._info,
         }

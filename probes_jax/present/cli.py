@@ -110,7 +110,7 @@ def _screen(chosen: argparse.Namespace) -> int:
 
     console = make_console(width=_PICTURE_WIDTH, record=True) if chosen.svg else make_console()
     try:
-        print_screen(open_run(chosen.run), console)
+        print_screen(open_run(chosen.run), console, chosen.run)
         if chosen.svg:
             pathlib.Path(chosen.svg).write_text(as_svg(console, f"probes screen {chosen.run}"), encoding="utf-8")
     except BrokenPipeError:

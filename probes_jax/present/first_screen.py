@@ -14,6 +14,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.spec.registry import Registry
 
 OTHER = "loss/group/other/"  # tokens of no group of the plan; shown once there were any
+GUARD = "alert/guard/stopped"  # without a guard in the plan it is shown only when it is on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,11 @@ def first_screen(run: History, plan: Plan | None = None, registry: Registry = RE
     names = run.names()
     found = [_signal(run, name, spec, plan) for name, spec in _signals(names, registry)]
     nobody = any(row.name == OTHER + "mean" and row.state is State.NO_DATA for row in found)
-    return [row for row in found if not (nobody and row.name.startswith(OTHER))]
+    if nobody:
+        found = [row for row in found if not row.name.startswith(OTHER)]
+    if plan.guard is None:
+        found = [row for row in found if row.name != GUARD or row.value != 0]
+    return found
 
 
 def _signals(names: list[str], registry: Registry) -> Iterator[tuple[str, MetricSpec]]:

@@ -99,12 +99,14 @@ class LiveSignals:
                 recorder.record(report)
                 live.update()
 
-    In a terminal it is redrawn in place; anywhere else a line is printed now and then.
+    In a terminal it is redrawn in place; anywhere else a line is printed now and then. Both say which program is being
+    compiled: the first step of each kind, full and light, waits for that.
 
     Args:
         recorder: The recorder; its `latest` is shown, and at the end it is flushed once.
         plan: Thresholds, for the colours.
         total: Steps of the whole run.
+        first: The step that the loop begins with.
         console: Where to; standard output by default.
         every: Seconds between two lines where the output is no terminal.
         clock: Seconds; replaced in tests.
@@ -116,6 +118,7 @@ class LiveSignals:
         plan: Plan,
         *,
         total: int,
+        first: int = 0,
         console: Console | None = None,
         every: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
@@ -126,11 +129,14 @@ class LiveSignals:
         from probes_jax.present.table import make_console
 
         self._recorder, self._signals = recorder, LatestSignals(plan)
+        self._scan_every = plan.scan_every
         self._console = console or make_console()
         self._every, self._clock = every, clock
         self._next = clock()
-        self._total = total
+        self._total, self._first = total, first
         self._updates = 0
+        self._compiled: set[str] = set()  # programs
+        self._doing = "training"
         self._said: int | None = None  # the step of the last line
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, auto_refresh=False)
@@ -138,11 +144,14 @@ class LiveSignals:
         self._live = Live(console=self._console, get_renderable=self._draw, refresh_per_second=_PER_SECOND)
 
     def __enter__(self) -> LiveSignals:
+        self._look_ahead()
         if self._console.is_terminal:
             self._live.start()
         return self
 
-    def __exit__(self, kind: object, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is KeyboardInterrupt:
+            self._console.print("stopping, writing what is left ...")
         if kind is None:  # the device is still at work on the last steps
             self._recorder.flush(_LAST_STEPS)
             self._signals.see(self._recorder.latest)
@@ -154,10 +163,23 @@ class LiveSignals:
     def update(self) -> None:
         """Looks at the last readings. Call it once a step, so that a value measured every 100 steps is not missed."""
         self._updates += 1
+        self._look_ahead()
         self._signals.see(self._recorder.latest)
         if not self._console.is_terminal and self._clock() >= self._next:
             self._next = self._clock() + self._every
             self._say()
+
+    def _look_ahead(self) -> None:
+        """Says what the next step waits for: its program, when that has not run yet."""
+        step = self._first + self._updates
+        program = "light" if step % self._scan_every else "full"
+        self._doing = "training"
+        if program in self._compiled or step >= self._total:
+            return
+        self._compiled.add(program)
+        self._doing = f"compiling the {program} program (step {step})"
+        if not self._console.is_terminal:
+            self._console.print(self._doing)
 
     def _say(self) -> None:
         if self._signals.step is None:
@@ -178,8 +200,8 @@ class LiveSignals:
 
         from probes_jax.present.table import COLOURS
 
-        done = self._updates if self._signals.step is None else self._signals.step + 1
-        self._bar.update(self._task, completed=done, description="training" if self._updates else "compiling")
+        done = self._first + self._updates if self._signals.step is None else self._signals.step + 1
+        self._bar.update(self._task, completed=done, description=self._doing)
         grid = Table.grid(padding=(0, 1))
         for _ in range(_PAIRS):
             grid.add_column(style="dim")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from probes_jax.spec.plan import Plan
+from probes_jax.spec.plan import Guard, Plan
 
 _EPSILON = 1e-30
 _CHUNK = 2048  # rows of one window matrix: 2 MiB
@@ -19,17 +19,19 @@ _CHUNK = 2048  # rows of one window matrix: 2 MiB
 def find_plan(manifest: Mapping[str, Any]) -> Plan:
     """The thresholds that a run was recorded with, those of its last attempt; `Plan()` where it does not say.
 
-    Only numbers are taken over: window, history, floor, theta.
+    Taken over are window, history, floor, theta, and whether there is a guard.
 
     >>> find_plan({"attempts": [{"plan": "Plan(groups=(), theta=4.5)"}]}).theta
     4.5
     """
     attempts = manifest.get("attempts") or [{}]
     said = attempts[-1].get("plan") or {}
+    guarded = "guard=Guard(" in said if isinstance(said, str) else said.get("guard")
     if isinstance(said, str):
         said = {name: ast.literal_eval(value) for name, value in re.findall(r"\b(\w+)=([\d.e+-]+)(?=[,)])", said)}
     known = ("window", "min_history", "deviation_floor", "theta")
-    return dataclasses.replace(Plan(), **{name: said[name] for name in known if name in said})
+    taken = {name: said[name] for name in known if name in said}
+    return dataclasses.replace(Plan(), guard=Guard() if guarded else None, **taken)
 
 
 def robust_scores(values: np.ndarray, present: np.ndarray, plan: Plan) -> tuple[np.ndarray, np.ndarray]:

@@ -13,20 +13,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def print_screen(run: History, console: Console) -> None:
+def print_screen(run: History, console: Console, name: str = "RUN") -> None:
     """Prints the table of the signals and the list of what was unusual.
+
+    After a killed job the flight record may go on past the last step of the table: then a line says so.
 
     Args:
         run: The record, from `probes_jax.open_run`.
         console: Where to, from `make_console`.
+        name: Folder or URL of the run, as it is to be shown.
     """
     signals = first_screen(run)
     last = max((signal.step for signal in signals if signal.step is not None), default=None)
     console.print(signals_table(signals, title="First screen" if last is None else f"First screen, step {last:,}"))
+    flown = run.flight_step()
+    if flown is not None and (last is None or flown > last):
+        line = f'The flight record goes on to step {flown:,}: read it with probes_jax.open_run("{name}").flight()'
+        console.print(line, markup=False, soft_wrap=True)
     found = find_unusual(run)
-    if not found:
-        console.print("What was unusual: nothing")
-        return
-    console.print("What was unusual:")
+    console.print("What was unusual:" if found else "What was unusual: nothing")
     for item in found:
         console.print(f"  - {item}", markup=False)

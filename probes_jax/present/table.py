@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from probes_jax.present.first_screen import Signal, format_value
 from probes_jax.present.state import State
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLOURS = {State.OK: "green", State.WATCH: "yellow", State.ALERT: "bold red", State.NO_DATA: "dim"}
-_HEADINGS = ("signal", "value", "unit", "state", "since step", "where")
+_HEADINGS = ("signal", "value", "unit", "state", "since", "where")
+_RIGHT = ("value", "since")
 _PLAIN_WIDTH = 120
 
 
@@ -36,14 +37,16 @@ def cells(signal: Signal) -> tuple[str, ...]:
 
 
 def signals_table(signals: Sequence[Signal], title: str = "") -> Table:
-    """A rich table of the first screen."""
+    """A rich table of the first screen. Where it is too wide, `where` is folded, and no name or value is cut."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    layout: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
+    table = Table(title=title or None, title_justify="left", **layout)
     for heading in _HEADINGS:
-        table.add_column(heading, justify="right" if heading in ("value", "since step") else "left")
+        justify = "right" if heading in _RIGHT else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading != "where", overflow="fold")
     for signal in signals:
         row = [Text(cell) for cell in cells(signal)]
         row[3].stylize(COLOURS[signal.state])

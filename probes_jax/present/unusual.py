@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from probes_jax.host.happenings import ATTEMPT, KINDS
 from probes_jax.present.first_screen import format_value
 from probes_jax.present.score import find_plan
 from probes_jax.present.state import DETECTORS, History, read, where
@@ -20,6 +21,7 @@ _COUNTS = (
     ("data/empty_steps", "batch without a valid token"),
     ("opt/loss_scale_drops", "loss scale lowered"),
 )
+_TOLD = {ATTEMPT, *KINDS.values()} - {"guard_stopped"}  # events of what the other rules here find in the series
 _WORST = ("logits/abs_max", "act/abs_max")  # a NaN or infinity in one of these is named
 _MONITOR = (
     ("sys/monitor/dropped", "records that not every file got in full"),
@@ -144,6 +146,8 @@ def _attempts(manifest: dict) -> Iterator[Unusual]:
 def _events(run: History) -> Iterator[Unusual]:
     kinds: dict[str, list[int]] = {}
     for event in run.events():
+        if event["kind"] in _TOLD:
+            continue
         kinds.setdefault(str(event["kind"]), []).append(int(event["step"]))
     for kind, steps in kinds.items():
         yield Unusual(kind, tuple(sorted(set(steps))))

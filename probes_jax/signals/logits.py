@@ -24,7 +24,7 @@ def measure_logits(logits: jax.Array, weight: jax.Array | None, split: Split) ->
     """
     logits = jax.lax.stop_gradient(logits)
     lse = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    weight = jnp.ones(lse.shape, jnp.float32) if weight is None else weight
+    weight = jnp.ones(lse.shape, jnp.float32) if weight is None else weight.astype(jnp.float32)
     valid = (weight > 0).astype(jnp.float32)
     token_split = Split(split.dims[: lse.ndim], split.sizes)
     total = cut(jnp.where(valid > 0, lse, 0.0), token_split)

@@ -16,9 +16,12 @@ def _mean(total: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> Summary
 
 
 def weighted_sums(nll: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per-token `m * nll` and `m` in float32, with everything at or below weight 0 taken out (also its NaN)."""
+    """Per-token `m * nll` and `m` in float32, with everything at or below weight 0 taken out (also its NaN).
+
+    A weight that is NaN stays, so that it shows.
+    """
     weight = weight.astype(jnp.float32)
-    valid = weight > 0
+    valid = ~(weight <= 0)
     return jnp.where(valid, nll.astype(jnp.float32) * weight, 0.0), jnp.where(valid, weight, 0.0)
 
 

@@ -126,7 +126,8 @@ class Decoder:
                     leaves[slot.entry][name] = block[:, column]
         values, present = [], []
         for entry, found in zip(self.layout.entries, leaves, strict=True):
-            columns = KINDS[entry.kind].finalize(found)
+            with np.errstate(all="ignore"):  # what is not finite here was measured so
+                columns = KINDS[entry.kind].finalize(found)
             for stat in entry.stats or KINDS[entry.kind].stats:
                 value, seen = columns[stat]
                 values.append(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -76,16 +77,20 @@ def _everywhere(mesh: Any) -> Sharding:
 def _placements(shapes: Any, specs: Any, shardings: Any, mesh: Any) -> Any:
     """A sharding for every leaf of (params, state)."""
     if mesh is None:
-        if shardings is not None and not jax.tree.leaves(shardings):
+        if shardings is not None:
             raise ValueError(
-                "shardings was given, but no mesh was found: use NamedSharding, or enter jax.set_mesh(mesh)"
+                "shardings was given, but no mesh was found: shard the example batch, or use NamedSharding"
             )
         return jax.tree.map(lambda _: _everywhere(None), shapes)
 
-    def named(spec: Any, shape: Any) -> Sharding:
+    def named(spec: Any, shape: Any, strict: bool = False) -> Sharding:
         if isinstance(spec, Sharding):
             return spec
         spec = PartitionSpec() if spec is None else spec
+        unknown = [axis for entry in spec for axis in _axes(entry) if axis not in mesh.shape]
+        if unknown and strict:
+            raise ValueError(f"shardings names the mesh axis {unknown[0]!r}; the mesh has {tuple(mesh.shape)}")
+        # A model's own metadata may hold logical names that this mesh does not have: those are not sharded.
         known = tuple(tuple(a for a in _axes(entry) if a in mesh.shape) or None for entry in spec)
         return NamedSharding(mesh, PartitionSpec(*known))
 
@@ -98,11 +103,12 @@ def _placements(shapes: Any, specs: Any, shardings: Any, mesh: Any) -> Any:
         param_specs = unflatten({path: shardings(path, leaf.shape) for path, leaf in flatten(params).items()})
     elif shardings is not None:
         param_specs = shardings
-    try:
-        placed = jax.tree.map(named, param_specs, params, is_leaf=is_spec)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"shardings does not have the structure of the parameters: {error}") from None
-    return placed, jax.tree.map(named, state_specs, state, is_leaf=is_spec)
+    if jax.tree.structure(param_specs, is_leaf=is_spec) != jax.tree.structure(params):
+        raise ValueError("shardings does not have the structure of the parameters (one spec for each array)")
+    strict = functools.partial(named, strict=shardings is not None)
+    return jax.tree.map(strict, param_specs, params, is_leaf=is_spec), jax.tree.map(
+        named, state_specs, state, is_leaf=is_spec
+    )
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

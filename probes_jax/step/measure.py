@@ -43,7 +43,7 @@ def decide_early(
     settings: Settings, program: str, monitor: MonitorState, items: list[Measured]
 ) -> tuple[jax.Array | None, GuardState | None]:
     """Whether to skip the update, where a guard wants to know: one early psum of a few sums. Else (None, None)."""
-    if settings.guard is None and not settings.plan.skip_empty:
+    if settings.plan.guard is None and not settings.plan.skip_empty and not settings.skips_overflow:
         return None, None
     decisive = [item for item in items if item.entry.key in _DECISIVE]
     return _decide(
@@ -53,7 +53,7 @@ def decide_early(
 
 def _decide(settings: Settings, monitor: MonitorState, values: Values) -> tuple[jax.Array, GuardState]:
     """From merged values, so the same decision on every device and process."""
-    guard, co_spike = settings.guard, jnp.bool_(False)
+    guard, co_spike = settings.plan.guard, jnp.bool_(False)
     if guard is not None and guard.co_spike:
         co_spike = is_co_spike(score(monitor.window, settings.plan, values, None)[1], settings.plan.theta)
     return decide(
@@ -63,6 +63,7 @@ def _decide(settings: Settings, monitor: MonitorState, values: Values) -> tuple[
         co_spike=co_spike,
         empty=~values.has_loss,
         skip_empty=settings.plan.skip_empty,
+        overflow=~values.finite_gradient if settings.skips_overflow else None,
     )
 
 
@@ -131,7 +132,7 @@ def _watch_loss_scale(
     if settings.loss_scale is None:
         return monitor
     scalars["opt/loss_scale"] = (monitor.loss_scale.scale, True)
-    after = update_loss_scale(settings.loss_scale, monitor.loss_scale, values.finite)
+    after = update_loss_scale(settings.loss_scale, monitor.loss_scale, values.finite_gradient)
     counters["opt/loss_scale_drops"] = after.drops
     return monitor._replace(loss_scale=after)
 

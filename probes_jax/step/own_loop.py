@@ -75,6 +75,8 @@ class Monitor:
         plan = Plan() if plan is None else plan
         if (model is None) != (loss_fn is None) or (model is None) != (batch is None):
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
+        if plan.guard is not None or plan.skip_empty:
+            raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params))
         opt_state = jax.eval_shape(tx.init, params)
         core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, init_monitor(plan, None))

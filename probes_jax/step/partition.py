@@ -34,6 +34,12 @@ def find_mesh(*trees: Any) -> Mesh | None:
     current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
     if isinstance(current, Mesh) and not current.empty:
         found.append(current)
+    for mesh in found:
+        if any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+            raise ValueError(
+                f"the mesh {tuple(mesh.shape)} has explicit axes, which are not supported; make it with "
+                "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+            )
     meshes = list(dict.fromkeys(mesh for mesh in found if mesh.size > 1))
     if len(meshes) > 1:
         raise ValueError(f"batch and shardings use different meshes ({meshes[0]}, {meshes[1]}); use one mesh for both")
@@ -71,8 +77,9 @@ class Partition:
         if self.mesh is None or not shape or shape[0] != batch:
             return WHOLE
         dims = list(self.token_axes[: len(shape)])
-        if self.feature_axes and len(shape) > max(len(dims), 1):
-            dims += [()] * (len(shape) - len(dims) - 1) + [self.feature_axes]
+        feature_axes = tuple(axis for axis in self.feature_axes if not any(axis in group for group in dims))
+        if feature_axes and len(shape) > max(len(dims), 1):
+            dims += [()] * (len(shape) - len(dims) - 1) + [feature_axes]
         return self._split(tuple(dims))
 
     def parameter(self, array: Any) -> Split:

@@ -11,7 +11,7 @@ import optax
 
 from probes_jax.observe.clip import ClipProbe
 from probes_jax.signals.parameters import ParameterInfo
-from probes_jax.spec.plan import Guard, Plan
+from probes_jax.spec.plan import Plan
 from probes_jax.step.loss_scale import LossScale
 from probes_jax.step.partition import Partition
 from probes_jax.step.select import Path
@@ -53,11 +53,9 @@ class Settings:
     programs: dict[str, Any] = dataclasses.field(default_factory=dict)  # name -> jitted function, filled on first use
 
     @property
-    def guard(self) -> Guard | None:
-        """The plan's guard; a dynamic loss scale brings its own, because it works by skipping overflowed steps."""
-        if self.plan.guard is not None or self.loss_scale is None or not self.loss_scale.dynamic:
-            return self.plan.guard
-        return Guard(nonfinite=True, max_consecutive=2**31 - 1)
+    def skips_overflow(self) -> bool:
+        """Whether an overflowed gradient is skipped: a dynamic loss scale works by that."""
+        return self.loss_scale is not None and self.loss_scale.dynamic
 
     def replicated(self) -> jax.sharding.Sharding | None:
         mesh = self.partition.mesh

@@ -68,12 +68,13 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
         return _traced(state, batch)
     if isinstance(state.key, jax.Array) and state.key.is_deleted():
         raise ValueError(
-            "state was given to a step before, which reused its memory; use the state that the step returned, or make it "
-            "with donate=False"
+            "state was given to a step before, which reused its memory; use the state that the step returned, or "
+            "create it with donate=False"
         )
     step = int(state.step)
     run = compiled(state.settings, program_of(state.settings, step))
-    after, report = run(np.int32(step), state.core, batch)
+    # An explicit transfer, so that a loop under jax.transfer_guard goes on.
+    after, report = run(jax.device_put(np.int32(step)), state.core, batch)
     return TrainState.from_core(np.array(step + 1, np.int32), after, state.settings), report
 
 

@@ -35,7 +35,7 @@ def apply_update(settings: Settings, core: Core, gradients: Any, model_state: An
 
 def train_only(settings: Settings, core: Core, gradients: Any, model_state: Any) -> Core:
     """A step that measures nothing. A dynamic loss scale still skips overflowed steps: that is how it works."""
-    if settings.loss_scale is None or not settings.loss_scale.dynamic:
+    if not settings.skips_overflow:
         return apply_update(settings, core, gradients, model_state, None)
     finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]).all()
     after = apply_update(settings, core, gradients, model_state, ~finite)

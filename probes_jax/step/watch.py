@@ -29,6 +29,7 @@ class Values:
     gradient_norm: jax.Array  # float32, over parameters that the optimizer moves
     all_gradient_norm: jax.Array  # float32, over everything that the optimizer sees
     finite: jax.Array  # bool: no NaN or inf in loss or gradient
+    finite_gradient: jax.Array  # bool: no NaN or inf in any gradient, that of frozen parameters included
 
 
 def read_values(reduced: Reduced) -> Values:
@@ -37,15 +38,15 @@ def read_values(reduced: Reduced) -> Values:
     has_loss = weight > 0
     loss = total / jnp.where(has_loss, weight, 1.0)
     keys = {entry.key for entry in reduced.layout.entries}
-    square, bad = jnp.float32(0.0), jnp.float32(0.0)
+    square, frozen, bad = jnp.float32(0.0), jnp.float32(0.0), jnp.float32(0.0)
     if "grad/{stat}" in keys:
         square = reduced.leaf("grad/{stat}", "sum_sq")[0]
-        bad = sum(reduced.leaf("grad/{stat}", name).sum() for name in ("nan", "inf"))
-    everything = square
     if "grad_frozen/{stat}" in keys:
-        everything = square + reduced.leaf("grad_frozen/{stat}", "sum_sq")[0]
+        frozen = reduced.leaf("grad_frozen/{stat}", "sum_sq")[0]
+    for key in keys & {"grad/{stat}", "grad_frozen/{stat}"}:  # a clip spreads a frozen NaN to all parameters
+        bad = bad + reduced.leaf(key, "nan").sum() + reduced.leaf(key, "inf").sum()
     finite = (jnp.isfinite(loss) | ~has_loss) & (bad == 0)
-    return Values(loss, has_loss, jnp.sqrt(square), jnp.sqrt(everything), finite)
+    return Values(loss, has_loss, jnp.sqrt(square), jnp.sqrt(square + frozen), finite, bad == 0)
 
 
 def score(

@@ -251,6 +251,8 @@ def test_settings_are_checked_when_built(tmp_path):
         Recorder()
     with pytest.raises(TypeError, match="writer="):
         Recorder(tmp_path, ListSink())
+    with pytest.raises(TypeError, match="first argument is the run folder.*plan="):
+        Recorder(Plan())
     with pytest.raises(ValueError, match="flush_every"):
         Recorder(sinks=[], flush_every=0)
     with pytest.raises(ValueError, match="queue_size"):

@@ -1,5 +1,6 @@
 """The store: nothing lost, nothing half-read, every bit that matters kept."""
 
+import dataclasses
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from probes_jax.host.run_folder import open_run
 from probes_jax.host.run_reader import Run
 from probes_jax.host.series_block import ABSENT_BITS, Block, block_rows, decode, encode
 from probes_jax.host.store import SeriesArrays, Store, StoreSink
-from probes_jax.spec.plan import Plan
+from probes_jax.spec.plan import Guard, Plan
 from probes_jax.spec.readings import Readings
 
 NAMES = ("loss/mean", "data/tokens_total", "act/a/rms", "act/a/nan_count")
@@ -268,7 +269,7 @@ def test_l091_a_failing_disk_loses_nothing_that_fits_a_block_and_takes_no_row_tw
     assert open_run(tmp_path).series("loss/mean")[0].tolist() == [0, 1, 2, 3, 10]
 
 
-@pytest.mark.parametrize("calls", range(1, 6))
+@pytest.mark.parametrize("calls", range(1, 7))
 def test_l091_whichever_entry_fails_the_next_flush_mends_it(tmp_path, monkeypatch, calls):
     sink, count, real = StoreSink(tmp_path), [0], tensorstore.KvStore.write
 
@@ -296,10 +297,11 @@ def test_l091_whichever_entry_fails_the_next_flush_mends_it(tmp_path, monkeypatc
             sink.flush()
         except OSError:
             failed += 1
-    assert failed == (calls <= 4)  # run, attempt, columns, series
+    assert failed == (calls <= 5)  # run, attempt, columns, series, event
     run = open_run(tmp_path)
     assert run.series("loss/mean")[1].tolist() == [1.0]
     assert len(run.manifest()["attempts"]) == 1
+    assert [event["kind"] for event in run.events()] == ["attempt"]
 
 
 def test_a_run_of_another_format_is_not_continued(tmp_path):
@@ -342,19 +344,21 @@ def test_events_are_strict_json_kept_in_order_and_marked_when_superseded(tmp_pat
     events = open_run(tmp_path).events()
     assert [(e["attempt"], e["step"], e["kind"], e["superseded"]) for e in events] == [
         (1, 0, "start", False),
+        (1, 0, "attempt", False),
         (1, 2, "spike", False),
         (1, 5, "skip", True),
+        (2, 3, "attempt", False),
         (2, 3, "resume", False),
     ]
-    assert events[1]["payload"]["z"] == math.inf
-    assert math.isnan(events[1]["payload"]["loss"])
+    assert events[2]["payload"]["z"] == math.inf
+    assert math.isnan(events[2]["payload"]["loss"])
     for path in files(tmp_path / "entries"):  # L071: every entry under a strict parser
         with open(path) as file:
             json.load(file, parse_constant=lambda token: pytest.fail(f"bare {token}"))
 
 
 def test_definitions_say_what_the_columns_are(tmp_path):
-    plan = Plan(groups=("code",))
+    plan = Plan(groups=("code",), guard=Guard(co_spike=True))
     sink = StoreSink(tmp_path, plan=plan, info={"model": "tiny", "layers": 2}, clock=lambda: 9.0)
     sink.write(reading(4, [1.0] * 4))
     sink.close()
@@ -365,7 +369,7 @@ def test_definitions_say_what_the_columns_are(tmp_path):
         "attempt": 1,
         "created": 9.0,
         "first_step": 4,
-        "plan": repr(plan),
+        "plan": json.loads(json.dumps(dataclasses.asdict(plan))),
         "plan_fingerprint": plan.fingerprint,
         "info": {"model": "tiny", "layers": 2},
     }
@@ -398,7 +402,7 @@ def test_urls_are_the_same_code(tmp_path, root):
     sink.close()
     run = Run(root, context)
     assert run.series("loss/mean")[1].tolist() == [1.0]
-    assert run.events()[0]["kind"] == "spike"
+    assert [event["kind"] for event in run.events()] == ["attempt", "spike"]
 
 
 def test_two_sessions_never_share_an_attempt(tmp_path, monkeypatch):

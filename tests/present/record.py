@@ -10,11 +10,14 @@ import numpy as np
 class FakeRun:
     """Series by name: `values`, or `(steps, values)`; None is absent."""
 
-    def __init__(self, series: dict[str, Any], manifest: dict | None = None, events=(), which=None) -> None:
+    def __init__(
+        self, series: dict[str, Any], manifest: dict | None = None, events=(), which=None, flight=None
+    ) -> None:
         self._series = series
         self._manifest = manifest or {"attempts": [{"attempt": 1, "first_step": 0, "plan": None}]}
         self._events = list(events)
         self._which = which or {}
+        self._flight = flight
 
     def names(self) -> list[str]:
         return list(self._series)
@@ -35,3 +38,6 @@ class FakeRun:
 
     def manifest(self) -> dict:
         return self._manifest
+
+    def flight_step(self) -> int | None:
+        return self._flight

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from probes_jax.present.first_screen import first_screen, format_value
+from probes_jax.present.screen import print_screen
 from probes_jax.present.state import State, since, states
 from probes_jax.present.table import signals_table
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
-from probes_jax.spec.plan import Plan
+from probes_jax.spec.plan import Guard, Plan
 
 from .record import FakeRun
 
@@ -108,6 +109,16 @@ def test_alarms_and_counts_of_troubles():
     assert found["alert/nonfinite_accepted"] == (State.ALERT, 1)
 
 
+@pytest.mark.parametrize(
+    ("guard", "stopped", "shown"),
+    [(None, 0.0, False), (None, 1.0, True), (None, math.nan, True), (Guard(), 0.0, True), (Guard(), 1.0, True)],
+)
+def test_without_a_guard_its_quiet_alarm_is_not_shown(guard, stopped, shown):
+    for plan in (repr(Plan(guard=guard)), {"guard": guard and {"nonfinite": True}}):
+        run = FakeRun({"alert/guard/stopped": [stopped]}, {"attempts": [{"first_step": 0, "plan": plan}]})
+        assert any(signal.name == "alert/guard/stopped" for signal in first_screen(run)) is shown
+
+
 def test_a_rising_clip_rate_is_no_spike():
     rates = [0.001] * 60 + [0.5]
     assert _row(FakeRun({"grad/clip_rate": rates}), "grad/clip_rate").state is State.OK
@@ -163,3 +174,29 @@ def test_the_table_shows_every_cell():
     assert lines["loss/mean"] == ["loss/mean", "NaN", "nat/token", "alert", "1"]
     assert lines["grad/norm"] == ["grad/norm", "0.5000", "ok", "0"]
     assert lines["logits/abs_max"] == ["logits/abs_max", "-", "no", "data", "-"]
+
+
+def test_at_80_columns_only_where_is_folded():
+    from rich.console import Console
+
+    layer = "act/decoder/blocks_11/attention/out_projection"
+    series = {"loss/group/code/token_share": [0.25], "act/abs_max": ([123456], [12345.678])}
+    run = FakeRun({**series, "loss/mean": [2.0]}, which={"act/abs_max": ([123456], [layer])})
+    out = io.StringIO()
+    Console(file=out, width=80).print(signals_table(first_screen(run)))
+    lines = out.getvalue().splitlines()
+    firsts = {line.split()[0] for line in lines if line.strip()}
+    assert {signal.name for signal in first_screen(run)} <= firsts
+    assert max(map(len, lines)) <= 80 and "…" not in out.getvalue()
+    heading = next(line for line in lines if "where" in line)
+    assert layer in "".join(line[heading.index("where") :].strip() for line in lines)
+
+
+@pytest.mark.parametrize(("flight", "said"), [(None, False), (1, False), (2, True)])
+def test_a_flight_record_that_goes_on_is_named(flight, said):
+    from rich.console import Console
+
+    out = io.StringIO()
+    print_screen(FakeRun({"loss/mean": [3.0, 2.0]}, flight=flight), Console(file=out, width=80), "runs/a")
+    line = 'The flight record goes on to step 2: read it with probes_jax.open_run("runs/a").flight()'
+    assert (line in out.getvalue().splitlines()) is said

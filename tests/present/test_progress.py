@@ -91,6 +91,8 @@ def test_plain_lines_are_few_and_the_last_step_is_said():
             clock.now += 1.0
     lines = out.getvalue().splitlines()
     assert lines == [
+        "compiling the full program (step 0)",
+        "compiling the light program (step 1)",
         "step 1/40  loss/mean 2.000  grad/norm 1.000",
         "step 11/40  loss/mean 2.000  grad/norm 1.000",
         "step 21/40  loss/mean 2.000  grad/norm 1.000",
@@ -100,9 +102,11 @@ def test_plain_lines_are_few_and_the_last_step_is_said():
 
 
 def test_the_last_steps_are_waited_for_unless_an_error_ends_the_run():
+    compiling = ["compiling the full program (step 0)", "compiling the light program (step 1)"]
+    stopping = "stopping, writing what is left ..."
     for error, expected in (
         (None, ["step 1/9  loss/mean 2.000", "step 9/9  loss/mean 3.000"]),
-        (KeyboardInterrupt, ["step 1/9  loss/mean 2.000"]),
+        (KeyboardInterrupt, ["step 1/9  loss/mean 2.000", stopping]),
     ):
         out, recorder = io.StringIO(), _Recorder()
         try:
@@ -114,7 +118,7 @@ def test_the_last_steps_are_waited_for_unless_an_error_ends_the_run():
                     raise error
         except KeyboardInterrupt:
             pass
-        assert out.getvalue().splitlines() == expected
+        assert out.getvalue().splitlines() == compiling + expected
 
 
 def test_an_alert_stands_in_the_plain_line():
@@ -135,8 +139,33 @@ def test_in_a_terminal_the_bar_and_all_signals_are_drawn():
     assert "4/8" in last and "act/abs_max" in last and "7.000" in last
 
 
-def test_a_run_without_a_step_prints_nothing():
+@pytest.mark.parametrize(
+    ("scan_every", "first", "total", "expected"),
+    [
+        (100, 0, 8, ["full program (step 0)", "light program (step 1)"]),
+        (100, 98, 108, ["light program (step 98)", "full program (step 100)"]),
+        (1, 0, 8, ["full program (step 0)"]),
+        (100, 0, 1, ["full program (step 0)"]),
+    ],
+)
+def test_each_program_that_is_waited_for_is_said_once(scan_every, first, total, expected):
     out = io.StringIO()
-    with LiveSignals(_Recorder(), Plan(), total=8, console=Console(file=out, force_terminal=False)):
-        pass
-    assert out.getvalue() == ""
+    console, plan = Console(file=out, force_terminal=False), Plan(scan_every=scan_every)
+    with LiveSignals(_Recorder(), plan, total=total, first=first, console=console) as live:
+        for _ in range(first, total):
+            live.update()
+    assert out.getvalue().splitlines() == [f"compiling the {program}" for program in expected]
+
+
+def test_in_a_terminal_the_bar_says_what_is_compiled():
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True)
+    with LiveSignals(_Recorder(), Plan(), total=8, console=console) as live:
+        live._live.refresh()
+        assert "compiling the full program (step 0)" in out.getvalue()
+        live.update()
+        live._live.refresh()
+        assert "compiling the light program (step 1)" in out.getvalue()
+        live.update()
+        live._live.refresh()
+        assert "training" in out.getvalue()

@@ -79,7 +79,7 @@ def test_thresholds_are_those_of_the_run_or_given():
 
 def test_later_attempts_and_events_are_named():
     manifest = {"attempts": [{"first_step": 0, "plan": None}, {"first_step": 2, "plan": None}]}
-    events = [{"step": 9, "kind": "rollback"}, {"step": 4, "kind": "rollback"}]
+    events = [{"step": 9, "kind": "rollback"}, {"step": 4, "kind": "rollback"}, {"step": 0, "kind": "attempt"}]
     found = [str(item) for item in find_unusual(FakeRun(QUIET, manifest, events))]
     assert found == ["run continued, or steps done again at step 2", "rollback at steps 4, 9"]
 

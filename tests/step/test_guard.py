@@ -8,6 +8,11 @@ import optax
 import pytest
 
 import probes_jax as pj
+from probes_jax.signals.loss import measure_scalar_loss, name_loss
+from probes_jax.signals.parameters import measure_gradients
+from probes_jax.step.reduce import reduce_measured
+from probes_jax.step.select import flatten
+from probes_jax.step.watch import read_values
 from tests.step.small import GROUPS, make_batch, make_state, make_tx
 
 
@@ -148,13 +153,7 @@ def test_dynamic_loss_scale_skips_and_drops():
 def test_frozen_leaves_are_shown_apart():
     """L034: what the optimizer never moves does not drive the norm."""
 
-    def label(path, _):
-        return "freeze" if path[0].key == "head" else "train"
-
-    tx = optax.multi_transform(
-        {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()},
-        lambda params: jax.tree_util.tree_map_with_path(label, params),
-    )
+    tx = frozen_head()
     _, reports = run([1.0], tx=tx)
     state = make_state(tx=optax.sgd(0.1), loss_fn=poisoned_loss, batch=batch_with(1.0))
     _, report = pj.monitored_train_step(state, batch_with(1.0))
@@ -164,6 +163,50 @@ def test_frozen_leaves_are_shown_apart():
     assert found["grad_frozen/norm"] > 0
     assert found["update/head/kernel/norm"] == 0
     assert "grad/head/kernel/norm" not in found
+
+
+def frozen_head():
+    return optax.multi_transform(
+        {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()},
+        lambda params: jax.tree_util.tree_map_with_path(
+            lambda path, _: "freeze" if path[0].key == "head" else "train", params
+        ),
+    )
+
+
+def test_a_nan_in_a_frozen_gradient_is_caught():
+    """A global clip would spread it to every parameter."""
+
+    plan = pj.Plan(groups=GROUPS, guard=pj.Guard())
+    state = make_state(plan=plan, tx=frozen_head())
+    gradients = jax.tree.map(jax.numpy.ones_like, state.params)
+    gradients["head"]["bias"] = gradients["head"]["bias"].at[0].set(np.nan)
+    items = measure_gradients(flatten(gradients), state.settings.infos, layers=False)
+    items += name_loss(measure_scalar_loss(jax.numpy.float32(1.0)), ())
+    values = read_values(reduce_measured(items, "light", None, maxima=False))
+    assert not values.finite
+    assert not values.finite_gradient
+    assert np.isfinite(values.gradient_norm)
+
+
+def test_a_dynamic_loss_scale_skips_the_same_with_monitoring_off(monkeypatch):
+    """An infinite loss with finite gradients is no overflow: both apply the update."""
+
+    def loss_fn(model, batch, rngs):
+        logits = model(batch["tokens"])
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return pj.Loss(nll=nll.at[0, 0].set(np.inf), mask=batch["mask"])
+
+    def train():
+        batch = batch_with(1.0)
+        state = make_state(plan=pj.Plan(), loss_fn=loss_fn, batch=batch, loss_scale="dynamic")
+        for _ in range(2):
+            state, _ = pj.monitored_train_step(state, batch)
+        return jax.tree.map(np.array, (state.params, state.monitor.loss_scale))
+
+    on = train()
+    monkeypatch.setenv("PROBES_JAX", "off")
+    jax.tree.map(np.testing.assert_array_equal, on, train())
 
 
 def test_wrt_trains_a_part():

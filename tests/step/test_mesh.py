@@ -166,6 +166,31 @@ def test_wrong_axis_names_are_refused():
         make_state(plan=pj.Plan(token_axes=("data",)))
 
 
+def test_shardings_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="shardings was given, but no mesh"):
+        make_state(shardings=lambda path, shape: PartitionSpec("data"))
+    mesh = mesh_of(data=8)
+    with pytest.raises(ValueError, match="mesh axis 'dta'"):
+        make_state(batch=shard(make_batch(), mesh, "data"), shardings=lambda path, shape: PartitionSpec("dta"))
+    with pytest.raises(ValueError, match="structure of the parameters"):
+        make_state(batch=shard(make_batch(), mesh, "data"), shardings={"embed": PartitionSpec()})
+    explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"explicit axes.*AxisType.Auto"):
+        make_state(batch=shard(make_batch(), explicit, "data"))
+
+
+def test_an_axis_that_shards_tokens_and_features_is_used_once():
+    mesh = mesh_of(data=2, model=4)
+    batch = {
+        key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*("data", "model")[: x.ndim])))
+        for key, x in make_batch(batch=16, length=8).items()
+    }
+    plan = pj.Plan(groups=GROUPS, feature_axes=("model",))
+    _, found = run([batch], plan, shardings=replicated)
+    _, alone = run([make_batch(batch=16, length=8)], pj.Plan(groups=GROUPS))
+    assert found[0]["act/head/rms"] == pytest.approx(alone[0]["act/head/rms"], rel=1e-5)
+
+
 def test_state_keeps_its_shardings():
     mesh = mesh_of(data=8)
     batch = shard(make_batch(batch=16), mesh, "data")

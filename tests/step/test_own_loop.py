@@ -81,6 +81,11 @@ def test_the_example_runs(tmp_path):
     assert pj.open_run(tmp_path / "runs" / "own_loop").series("loss/mean")[0].tolist() == [0, 1, 2]
 
 
+def test_a_monitor_does_not_claim_to_skip():
+    with pytest.raises(ValueError, match="Monitor only measures"):
+        pj.Monitor.create(tx=make_tx(), params={"w": jax.numpy.ones(2)}, plan=pj.Plan(guard=pj.Guard()))
+
+
 def test_model_loss_fn_and_batch_belong_together():
     tx = make_tx()
     with pytest.raises(ValueError, match="together"):

@@ -111,7 +111,7 @@ def test_no_host_transfer_and_no_wait_in_the_loop():
     """L078, L138: the step reads nothing back from the device."""
     state, _ = steps(make_state(plan=PLAN), 11)
     batch = jax.device_put(make_batch())
-    with jax.transfer_guard_device_to_host("disallow"):
+    with jax.transfer_guard("disallow"):
         for _ in range(12):
             state, _report = pj.monitored_train_step(state, batch)
 

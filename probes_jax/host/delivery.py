@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from probes_jax.host.backlog import Ticket
-from probes_jax.host.health import Complaint, SinkHealth
+from probes_jax.host.health import Complaint, SinkHealth, log
 from probes_jax.host.queue import ReadingsQueue
 from probes_jax.host.sink import Sink
 from probes_jax.spec.readings import Readings
@@ -51,6 +51,7 @@ class Delivery:
         self._complaint = Complaint(monotonic=monotonic)
         self._thread = threading.Thread(target=self._run, name=f"probes_jax-{name}", daemon=True)
         self._written = self._failed = self._abandoned = 0
+        self._unsaved = 0  # readings taken since the last flush that worked
         self._last_error = ""
         self._held: Readings | None = None  # the reading that failed
         self._attempts = 0  # of the held reading
@@ -112,6 +113,8 @@ class Delivery:
             else:
                 self._turn()
         self._flush()
+        if self._flush_at is not None:
+            self._own_up()
         self._answer(force=True)
         if self._sink is not None:
             self._call(self._sink.close)
@@ -134,6 +137,7 @@ class Delivery:
     def _write(self, readings: Readings) -> None:
         if self._call(lambda: self._opened().write(readings)):
             self._written += 1
+            self._unsaved += 1
             self._held, self._attempts = None, 0
             if self._flush_at is None:
                 self._flush_at = self._monotonic() + self._flush_every
@@ -150,7 +154,13 @@ class Delivery:
 
     def _flush(self) -> None:
         if self._sink is not None and self._flush_at is not None and self._call(self._sink.flush):
-            self._flush_at = None
+            self._flush_at, self._unsaved = None, 0
+
+    def _own_up(self) -> None:
+        """At the end: what the last flush could not save was not written, whatever the sink said when it took it."""
+        self._written -= self._unsaved
+        self._abandoned += self._unsaved
+        log.error("sink %r could not save its last %d readings (%s)", self.name, self._unsaved, self._last_error)
 
     def _answer(self, force: bool = False) -> None:
         """Answers the tickets whose readings are settled; all of them once the sink fails."""

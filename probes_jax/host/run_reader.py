@@ -176,6 +176,8 @@ class Run:
         out: list[_Attempt] = []
         end: int | None = None
         for key in reversed(self._store.keys("entries/attempts/")):
+            if not _stem(key).isdecimal():
+                continue  # somebody's own file
             entry = self._store.read(key)
             out.append(_Attempt(_stem(key), end, entry))
             first = entry["first_step"]

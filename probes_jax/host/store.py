@@ -360,8 +360,8 @@ class StoreSink:
                 raise ValueError(
                     f"run {self._root!r} has format {found}, this version writes {FORMAT}; use another folder"
                 )
-            taken = [int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in store.keys("entries/attempts/")]
-            number = max(taken, default=0) + 1
+            names = [key.rsplit("/", 1)[1].removesuffix(".json") for key in store.keys("entries/attempts/")]
+            number = max((int(name) for name in names if name.isdecimal()), default=0) + 1  # others are not ours
             while not store.create(f"entries/attempts/{number_key(number)}.json", self._definition()):
                 number += 1
             self._attempt, self._told = number_key(number), self._first_step

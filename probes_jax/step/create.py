@@ -146,7 +146,13 @@ def describe(
     """Traces the model once, abstractly, and works out what is known of each parameter."""
     key = jax.random.key(0) if key is None else key
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
-    frozen = frozen_leaves(tx, core.params)
+    try:
+        frozen = frozen_leaves(tx, core.params)
+    except TypeError as error:
+        raise TypeError(
+            f"tx cannot be called as tx.update(gradients, state, params): {error}. An optimizer that needs value= or "
+            "more runs in a loop of your own, which pj.Monitor measures"
+        ) from error
     never, leaves = flatten(frozen), flatten(core.params)
     labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks)
     infos = {

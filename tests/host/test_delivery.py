@@ -224,3 +224,20 @@ def test_a_sink_that_never_takes_anything_holds_a_bounded_queue(sink):
     if sink is HangingSink:
         bad.release.set()
     _finish(delivery)
+
+
+def test_what_the_last_flush_cannot_save_is_counted_as_dropped(caplog):
+    """A full disk at the end: the sink took the readings, but they are not written."""
+
+    class Full(ListSink):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    delivery = _delivery(Full(), flush_every=1000)
+    for step in range(5):
+        delivery.put(_readings(step))
+    with caplog.at_level(logging.ERROR):
+        delivery.start()
+        _finish(delivery)
+    assert (delivery.health.written, delivery.health.dropped) == (0, 5)
+    assert "could not save its last 5 readings" in caplog.text

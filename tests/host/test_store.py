@@ -431,3 +431,14 @@ def test_a_block_counts_what_waits():
     block.advance()
     assert (block.base, block.waiting) == (4, 0)
     assert not decode(block.values)[1].any()
+
+
+def test_files_of_somebody_else_among_the_attempts_are_left_alone(tmp_path):
+    first = StoreSink(tmp_path)
+    first.write(reading(0, [1.0, 2.0, 3.0, 4.0]))
+    first.close()
+    (tmp_path / "entries" / "attempts" / "notes.json").write_text("{}")
+    second = StoreSink(tmp_path)
+    second.write(reading(1, [1.0, 2.0, 3.0, 4.0]))
+    second.close()
+    assert open_run(tmp_path).series("loss/mean")[0].tolist() == [0, 1]

@@ -119,3 +119,10 @@ def test_logits_that_cannot_be_found_are_absent_with_a_reason():
     _, report = pj.monitored_train_step(state, make_batch())
     assert not [name for name in report.scalars() if name.startswith("logits/")]
     assert any(name == "logits" and "Loss(logits=...)" in why for name, why in report.coverage.missing)
+
+
+def test_an_optimizer_that_needs_more_is_refused_by_name():
+    import optax
+
+    with pytest.raises(TypeError, match=r"tx cannot be called as tx.update\(gradients, state, params\)"):
+        make_state(tx=optax.contrib.reduce_on_plateau())

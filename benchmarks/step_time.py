@@ -75,7 +75,7 @@ TITLES = {
 }
 
 
-def measure(rounds: int = 30, compiles: int = 3) -> list[Figure]:
+def measure(rounds: int = 20, compiles: int = 2) -> list[Figure]:
     """Ratios to the unmonitored step, over several compiles and shapes."""
     figures = []
     for name, shape in SHAPES.items():

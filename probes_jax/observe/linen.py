@@ -27,6 +27,10 @@ NOT_STATE = ("intermediates", "perturbations")  # outputs of one call, never car
 _numbers = itertools.count()
 
 
+class CalledInTransform(ValueError):
+    """The model's variables cannot be made where loss_fn calls it."""
+
+
 class LinenBinding(Binding):
     """A linen module, wrapped.
 
@@ -54,12 +58,20 @@ class LinenBinding(Binding):
         if variables is None:
             boxed = self._initialize(loss_fn, batch, key)
         else:
-            expected = jax.eval_shape(lambda: self._initialize(loss_fn, batch, key))
-            boxed = check_variables(variables, expected, NOT_STATE)
-            if boxed.keys() < expected.keys():
-                boxed = {**self._initialize(loss_fn, batch, key), **boxed}
+            boxed = self._given(loss_fn, batch, key, variables)
         self._specs = _parts(specs_of(boxed))
         return _parts(meta.unbox(boxed))
+
+    def _given(self, loss_fn: LossFn, batch: Any, key: jax.Array, variables: Any) -> dict[str, Any]:
+        """Pretrained variables, checked against what the model would make where it can be asked."""
+        try:
+            expected = jax.eval_shape(lambda: self._initialize(loss_fn, batch, key))
+        except CalledInTransform:
+            if not isinstance(variables, Mapping) or "params" not in variables:
+                raise
+            return {name: value for name, value in unfreeze(dict(variables)).items() if name not in NOT_STATE}
+        boxed = check_variables(variables, expected, NOT_STATE)
+        return {**self._initialize(loss_fn, batch, key), **boxed} if boxed.keys() < expected.keys() else boxed
 
     def _initialize(self, loss_fn: LossFn, batch: Any, key: jax.Array) -> dict[str, Any]:
         rngs = Rngs(key)
@@ -241,9 +253,10 @@ class _Initializing(LinenBound):
 
     def _mutable(self, wanted: Any, recorder: LinenRecorder | None, within: bool) -> Any:
         if not within and not self.made:
-            raise ValueError(
+            raise CalledInTransform(
                 "the model is first called inside a JAX transform in loss_fn, where its variables cannot be made; call "
-                "it outside of the transform, put the transform in the model (nn.remat, nn.vmap), or pass variables="
+                "it outside of the transform, put the transform in the model (nn.remat, nn.vmap), or pass all of them: "
+                "variables={'params': ..., ...}"
             )
         return union_filters(wanted, DenyList(NOT_STATE))
 

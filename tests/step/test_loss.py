@@ -126,3 +126,20 @@ def test_an_optimizer_that_needs_more_is_refused_by_name():
 
     with pytest.raises(TypeError, match=r"tx cannot be called as tx.update\(gradients, state, params\)"):
         make_state(tx=optax.contrib.reduce_on_plateau())
+
+
+def test_a_model_called_inside_a_transform_needs_its_variables():
+    import jax
+
+    from tests.step.small import Model
+
+    def checkpointed(model, batch, rngs):
+        return jax.checkpoint(lambda tokens: model(tokens).mean())(batch["tokens"])
+
+    with pytest.raises(ValueError, match="variables="):
+        make_state(loss_fn=checkpointed, plan=pj.Plan())
+    variables = Model().init(jax.random.key(0), make_batch()["tokens"])
+    state = make_state(loss_fn=checkpointed, plan=pj.Plan(), variables=variables)
+    state, report = pj.monitored_train_step(state, make_batch())
+    assert report.scalars()["grad/norm"] > 0
+    assert report.coverage.missing  # what the transform hides is named

@@ -149,8 +149,9 @@ def test_two_more_collectives_whatever_is_probed(case):
     batch = shard(make_batch(batch=16), mesh, *token_axes)
     state = make_state(plan=PLAN, batch=batch, shardings=rule, donate=False)
     plain = count_collectives(state, "off", batch)
+    assert plain > 0  # the gradients' own: the count sees something
     for program in ("light", "full"):
-        assert count_collectives(state, program, batch) - plain <= 2, program
+        assert 1 <= count_collectives(state, program, batch) - plain <= 2, program
 
 
 def test_no_collective_on_one_device():

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from probes_jax.signals.measured import Measured, measured
+from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_magnitude, summarize_norm
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary
@@ -52,11 +53,14 @@ Summarize = Callable[[jax.Array, Split], Summary]
 def _by_layer(summarize: Summarize, x: jax.Array, info: ParameterInfo) -> Summary:
     """Rows of one tensor, with a leading stack axis where it stacks layers."""
     axis = info.stack_axis
-    if axis is None:
-        return summarize(x, info.split)
-    dims = info.split.dims[:axis] + info.split.dims[axis + 1 :]
-    rest = Split(dims, info.split.sizes)
-    return jax.vmap(lambda layer: summarize(layer, rest), in_axes=axis)(x)
+
+    def by_layer(split: Split, x: jax.Array) -> Summary:
+        if axis is None:
+            return summarize(x, split)
+        rest = Split(split.dims[:axis] + split.dims[axis + 1 :], split.sizes)
+        return jax.vmap(lambda layer: summarize(layer, rest), in_axes=axis)(x)
+
+    return summarize_where_it_lies(by_layer, info.split, x)
 
 
 def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, list[Summary]]:
@@ -68,7 +72,8 @@ def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, 
         if x.size < _SMALL and not any(info.split.dims):
             small.setdefault(info.role, []).append(x.astype(jnp.float32).reshape(-1))
         else:
-            found.setdefault(info.role, []).append(summarize(x, info.split).carried())
+            of_tensor = summarize_where_it_lies(lambda split, x: summarize(x, split), info.split, x)
+            found.setdefault(info.role, []).append(of_tensor.carried())
     for role, pieces in small.items():
         found.setdefault(role, []).append(summarize(jnp.concatenate(pieces), WHOLE).carried())
     return found

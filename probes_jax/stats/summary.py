@@ -79,8 +79,8 @@ class Summary:
     def identity(self) -> Summary:
         """The summary of nothing, of the same shape: merging it changes nothing."""
         return self._with(
-            jnp.zeros(self.sums.shape, jnp.float32),
-            None if self.maxima is None else jnp.full(self.maxima.shape, -jnp.inf, jnp.float32),
+            jnp.zeros_like(self.sums),
+            None if self.maxima is None else jnp.full_like(self.maxima, -jnp.inf),
         )
 
     def carried(self) -> Summary:

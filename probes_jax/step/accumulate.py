@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from probes_jax.stats.explicit import in_automatic_mode
 from probes_jax.stats.summary import is_summary
 from probes_jax.step.objective import Notes, Objective, Part
 
@@ -45,7 +47,14 @@ def _split(batch: Any, count: int, shards: int) -> Any:
             return jnp.moveaxis(parts, 1, 0).reshape(count, size // count, *x.shape[1:])
         return x.reshape(count, size // count, *x.shape[1:])
 
-    return jax.tree.map(leaf, batch)
+    def lies(x: jax.Array) -> Callable[..., Any]:
+        def dims(before: Any, sizes: Any) -> Any:
+            fits = x.shape[0] // count % math.prod(sizes[axis] for axis in before[0]) == 0
+            return (), before[0] if fits else (), *before[1:]
+
+        return dims
+
+    return jax.tree.map(lambda x: in_automatic_mode(leaf, lies(x), x), batch)
 
 
 def _scaled(tree: Any, factor: jax.Array) -> Any:
@@ -99,7 +108,7 @@ def accumulate(
     first = jax.tree.map(lambda x: x[0], parts)
     differentiate = jax.value_and_grad(summed, has_aux=True)
     shapes = jax.eval_shape(differentiate, params, state, first, key)
-    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes[1]), _nothing(shapes[0][1], state)
+    carry = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), shapes[1]), _nothing(shapes[0][1], state)
 
     def body(carry: tuple[Any, Part], at: tuple[jax.Array, Any]) -> tuple[tuple[Any, Part], Any]:
         index, microbatch = at

@@ -20,7 +20,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.step.loss_scale import LossScale
 from probes_jax.step.monitor import init_monitor
 from probes_jax.step.objective import Notes, Objective
-from probes_jax.step.partition import Partition, find_mesh, find_partition
+from probes_jax.step.partition import Partition
 from probes_jax.step.select import Wrt, flatten, join, split_trained, unflatten
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
@@ -37,10 +37,10 @@ def make_core(
     shardings: Any,
     wrt: Wrt,
     loss_scale: LossScale | None,
-) -> tuple[Core, Partition]:
+    partition: Partition,
+) -> Core:
     """Initializes parameters, optimizer state and monitor state, sharded and committed."""
-    mesh = find_mesh(batch, shardings)
-    partition = find_partition(plan, batch, mesh)
+    mesh = partition.mesh
 
     def init(key: jax.Array, batch: Any, variables: Any) -> tuple[Any, Any]:
         parts = binding.init(loss_fn, batch, key, variables)
@@ -58,7 +58,7 @@ def make_core(
     opt_shapes = jax.eval_shape(tx.init, trained)
     opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(tx, opt_shapes, trained, mesh))(trained)
     rest = jax.device_put((jax.random.key_data(key), init_monitor(plan, loss_scale)), _everywhere(mesh))
-    return Core(trained, frozen, state, opt_state, *rest), partition
+    return Core(trained, frozen, state, opt_state, *rest)
 
 
 def _check_params(params: Any) -> None:

@@ -15,6 +15,7 @@ from probes_jax.observe.rngs import Rngs
 from probes_jax.signals.logits import measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
 from probes_jax.spec.plan import Plan
+from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
 from probes_jax.stats.summary import Summary
 from probes_jax.step.loss import Tokens, check_loss, find_logits
@@ -116,7 +117,11 @@ class Objective:
         )
 
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
-        return lambda x: summarize_moments(x, self.partition.activation(x.shape, batch))
+        def measure(x: jax.Array) -> Summary:
+            split = self.partition.activation(x.shape, batch)
+            return summarize_where_it_lies(lambda split, x: summarize_moments(x, split), split, x)
+
+        return measure
 
     def _sums(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         """sum(m * nll) + sum(m) * sum(extra), and sum(m); the second is a constant to the gradient."""
@@ -136,12 +141,19 @@ class Objective:
         if tokens.weight is None:
             rows = measure_scalar_loss(tokens.nll)
         else:
-            rows = measure_loss(tokens.nll, tokens.weight, tokens.group, self.plan.groups, split)
+            rows = summarize_where_it_lies(
+                lambda split, *arrays: measure_loss(*arrays, self.plan.groups, split),
+                split,
+                tokens.nll,
+                tokens.weight,
+                tokens.group,
+            )
         logits, reason = find_logits(tokens, outputs)
         if logits is None:
             notes.missing["logits"] = reason
         else:
             fits = tokens.weight is not None and logits.shape[:-1] == tokens.nll.shape
             leading = self.partition.activation(logits.shape, tokens.nll.shape[0] if tokens.nll.ndim else -1)
-            rows |= measure_logits(logits, tokens.weight if fits else None, leading)
+            weights = tokens.weight if fits else None
+            rows |= summarize_where_it_lies(lambda split, *x: measure_logits(*x, split), leading, logits, weights)
         return rows, {name: measure_extra(value, weight) for name, value in tokens.extra.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -10,14 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from probes_jax.spec.plan import Plan
+from probes_jax.stats.explicit import Dims, explicit_axes, spec_dims
 from probes_jax.stats.partial import WHOLE, Split
-
-Spec = tuple[tuple[str, ...], ...]
-
-
-def spec_dims(spec: Any) -> Spec:
-    """PartitionSpec to one tuple of mesh axes per dimension."""
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
 
 
 def find_mesh(*trees: Any) -> Mesh | None:
@@ -34,12 +29,6 @@ def find_mesh(*trees: Any) -> Mesh | None:
     current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
     if isinstance(current, Mesh) and not current.empty:
         found.append(current)
-    for mesh in found:
-        if any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
-            raise ValueError(
-                f"the mesh {tuple(mesh.shape)} has explicit axes, which are not supported; make it with "
-                "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
-            )
     meshes = list(dict.fromkeys(mesh for mesh in found if mesh.size > 1))
     if len(meshes) > 1:
         raise ValueError(f"batch and shardings use different meshes ({meshes[0]}, {meshes[1]}); use one mesh for both")
@@ -57,7 +46,7 @@ class Partition:
     """
 
     mesh: Mesh | None = None
-    token_axes: Spec = ()
+    token_axes: Dims = ()
     feature_axes: tuple[str, ...] = ()
 
     @property
@@ -65,7 +54,13 @@ class Partition:
         """Number of token shards."""
         return math.prod(self.mesh.shape[axis] for group in self.token_axes for axis in group) if self.mesh else 1
 
-    def _split(self, dims: Spec) -> Split:
+    def context(self, *, traced: bool = False) -> Any:
+        """On an explicit mesh, what `jax.set_mesh` does, for a caller who did not; nothing on other meshes."""
+        if self.mesh is None or not explicit_axes(self.mesh):
+            return contextlib.nullcontext()
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh) if traced else jax.set_mesh(self.mesh)
+
+    def _split(self, dims: Dims) -> Split:
         return WHOLE if self.mesh is None else Split.of(dims, self.mesh.shape)
 
     def tokens(self, shape: tuple[int, ...]) -> Split:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from probes_jax.signals.measured import Measured
 from probes_jax.spec.layout import HEADER, Layout
 from probes_jax.spec.summary import KINDS, Reduce
+from probes_jax.stats.explicit import row_specs
 from probes_jax.stats.summary import Summary, is_summary
 
 _IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: -jnp.inf}
@@ -100,13 +101,7 @@ def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, 
     parts = [item.parts for item in items]
     if mesh is None:
         return Reduced(layout, *local(parts))
-    specs = jax.tree.map(_specs, parts, is_leaf=is_summary)
+    specs = jax.tree.map(row_specs, parts, is_leaf=is_summary)
     whole = PartitionSpec()
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(whole, whole), check_vma=False)
     return Reduced(layout, *run(parts))
-
-
-def _specs(summary: Summary) -> Summary:
-    """Where the rows of a summary lie, in the structure of the summary."""
-    spec = PartitionSpec(*(None,) * len(summary.stack_shape()), *summary.axes)
-    return Summary(spec, None if summary.maxima is None else spec, summary.kind, summary.axes)  # pyright: ignore

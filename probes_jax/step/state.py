@@ -10,12 +10,14 @@ import jax
 import numpy as np
 
 from probes_jax.observe.wrap import wrap
+from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
 from probes_jax.step.accumulate import check_batch
 from probes_jax.step.create import describe, make_core
 from probes_jax.step.loss_scale import as_loss_scale
 from probes_jax.step.monitor import MonitorState
-from probes_jax.step.select import Wrt, join
+from probes_jax.step.partition import find_mesh, find_partition
+from probes_jax.step.select import Wrt, chooser, join
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
 
@@ -89,26 +91,33 @@ class TrainState:
         plan = Plan() if plan is None else plan
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a pj.Plan, got {type(plan).__name__}")
-        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-            raise ValueError(f"microbatches must be an integer of at least 1, got {microbatches!r}")
+        if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+            raise TypeError(f"tx must be an optimizer such as optax.adam(1e-3) or pj.chain(...), got {tx!r}")
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function (model, batch, rngs) -> pj.Loss, got {loss_fn!r}")
+        check.flag("donate", donate)
+        microbatches = check.integer("microbatches", microbatches, 1)
+        chooser(wrt)
         check_batch(batch, microbatches)
         scale = as_loss_scale(loss_scale)
         key = _as_key(rngs)
         binding = wrap(model)
-        core, partition = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale)
-        settings = describe(
-            binding,
-            tx,
-            loss_fn,
-            plan,
-            core,
-            partition,
-            batch,
-            key=key,
-            microbatches=microbatches,
-            loss_scale=scale,
-            donate=donate,
-        )
+        partition = find_partition(plan, batch, find_mesh(batch, shardings))
+        with partition.context():
+            core = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition)
+            settings = describe(
+                binding,
+                tx,
+                loss_fn,
+                plan,
+                core,
+                partition,
+                batch,
+                key=key,
+                microbatches=microbatches,
+                loss_scale=scale,
+                donate=donate,
+            )
         return cls.from_core(np.array(0, np.int32), core, settings)
 
     @classmethod

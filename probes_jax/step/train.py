@@ -65,7 +65,8 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
     if isinstance(state.step, Tracer):
-        return _traced(state, batch)
+        with state.settings.partition.context(traced=True):
+            return _traced(state, batch)
     if isinstance(state.key, jax.Array) and state.key.is_deleted():
         raise ValueError(
             "state was given to a step before, which reused its memory; use the state that the step returned, or "
@@ -74,7 +75,8 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
     step = int(state.step)
     run = compiled(state.settings, program_of(state.settings, step))
     # An explicit transfer, so that a loop under jax.transfer_guard goes on.
-    after, report = run(jax.device_put(np.int32(step)), state.core, batch)
+    with state.settings.partition.context():
+        after, report = run(jax.device_put(np.int32(step)), state.core, batch)
     return TrainState.from_core(np.array(step + 1, np.int32), after, state.settings), report
 
 

@@ -175,9 +175,6 @@ def test_shardings_that_mean_nothing_are_refused():
         make_state(batch=shard(make_batch(), mesh, "data"), shardings=lambda path, shape: PartitionSpec("dta"))
     with pytest.raises(ValueError, match="structure of the parameters"):
         make_state(batch=shard(make_batch(), mesh, "data"), shardings={"embed": PartitionSpec()})
-    explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with pytest.raises(ValueError, match=r"explicit axes.*AxisType.Auto"):
-        make_state(batch=shard(make_batch(), explicit, "data"))
 
 
 def test_an_axis_that_shards_tokens_and_features_is_used_once():

@@ -28,7 +28,8 @@ class GuardState(NamedTuple):
         consecutive: Of those, how many in a row up to now. An applied update sets it to 0; an empty step that is left
             out does not.
         nonfinite_steps: Steps with a NaN or infinite loss or gradient, skipped or not.
-        accepted_bad: Of those, how many were applied. Above 0 the parameters are most likely lost.
+        accepted_bad: Non-finite gradients that the optimizer took in, and non-finite updates. Above 0 the parameters
+            are most likely lost.
         empty_steps: Steps without a valid token, applied or not.
         stopped: 1 once the guard has stopped the run; it then skips every update until `release`.
     """
@@ -58,7 +59,7 @@ def decide(
     skip_empty: bool,
     overflow: jax.Array | None = None,
 ) -> tuple[jax.Array, GuardState]:
-    """Decides on one update and counts it.
+    """Decides on one update and counts the decision; `count_outcome` counts what came of it.
 
     The flags must already be reduced over the mesh and over microbatches: then every device and every process decides
     alike.
@@ -91,13 +92,39 @@ def decide(
         stopped = stopped | (consecutive >= np.uint32(min(guard.max_consecutive, 2**32 - 1)))
     return skip, GuardState(
         attempted=count_if(state.attempted, ~no),
-        applied=count_if(state.applied, ~skip),
+        applied=state.applied,
         skipped=count_if(state.skipped, by_guard),
         consecutive=consecutive.astype(jnp.uint32),
         nonfinite_steps=count_if(state.nonfinite_steps, nonfinite),
-        accepted_bad=count_if(state.accepted_bad, nonfinite & ~skip),
+        accepted_bad=state.accepted_bad,
         empty_steps=count_if(state.empty_steps, empty),
         stopped=stopped.astype(jnp.uint32) if guard is not None else state.stopped,
+    )
+
+
+def count_outcome(
+    state: GuardState,
+    *,
+    skip: jax.Array,
+    finite: jax.Array,
+    update_finite: jax.Array,
+    applied: jax.Array,
+    dropped: jax.Array,
+) -> GuardState:
+    """Counts what became of the update.
+
+    Args:
+        state: Counters, as `decide` returns them.
+        skip: bool, 0-d, from `decide`.
+        finite: bool, 0-d, loss and all gradient elements are finite.
+        update_finite: bool, 0-d, the same of the update that the optimizer made.
+        applied: bool, 0-d, False where the optimizer itself waits for more gradients or threw this one away.
+        dropped: bool, 0-d, the optimizer threw the gradient away.
+    """
+    bad = (~finite & ~dropped) | ~update_finite
+    return state._replace(
+        applied=count_if(state.applied, applied & ~skip),
+        accepted_bad=count_if(state.accepted_bad, bad & ~skip),
     )
 
 

@@ -132,7 +132,7 @@ class Delivery:
     def _patience(self) -> float:
         if self._tickets or self._stopping:
             return 0.0
-        return _IDLE if self._flush_at is None else max(0.0, self._flush_at - self._monotonic())
+        return _IDLE if self._flush_at is None else min(_IDLE, max(0.0, self._flush_at - self._monotonic()))
 
     def _write(self, readings: Readings) -> None:
         if self._call(lambda: self._opened().write(readings)):

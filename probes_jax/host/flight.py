@@ -36,6 +36,7 @@ from collections.abc import Callable
 import numpy as np
 
 from probes_jax.host.priority import shed
+from probes_jax.host.run_folder import is_still_at
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
 from probes_jax.spec.readings import Readings
@@ -126,7 +127,7 @@ class FlightRecord:
     ) -> None:
         if cap_bytes < 4096:
             raise ValueError(f"FlightRecord cap_bytes must be at least 4096, got {cap_bytes}")
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()  # also after somebody changes the working directory
         self.discarded_bytes = 0
         self._segment_bytes = cap_bytes // 2
         self._attempt = {"format": FORMAT, "process": process, "started": clock()}
@@ -160,14 +161,17 @@ class FlightRecord:
         """Waits until the disk has it.
 
         Raises:
-            OSError: The disk refused, or somebody deleted the file; the next `write` makes a new one.
+            OSError: The disk refused, or somebody deleted or moved the file; the next `write` makes a new one.
         """
         if self._fd is None:
             return
         try:
             os.fsync(self._fd)
-            if os.fstat(self._fd).st_nlink == 0:
-                raise FileNotFoundError(f"flight record {self.path} was deleted while it was being written")
+            if not is_still_at(self.path, self._fd):
+                raise FileNotFoundError(
+                    f"flight record {self.path} was deleted or moved while it was being written; the next step starts "
+                    "a new one there"
+                )
         except BaseException:
             self._drop_file()
             raise

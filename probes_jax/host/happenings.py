@@ -52,13 +52,17 @@ class Happenings:
         """
         if self._seen is None:
             self._seen = {}
-            self._add(readings.step, wall_time, ATTEMPT, {"first_step": readings.step})
+            self.begin(readings.step, wall_time)
         for name, column in columns.items():
             if readings.present[column]:
                 value = float(readings.values[column])
                 if value > self._seen.get(name, value):
                     self._rise(readings, wall_time, name, int(value), int(value - self._seen[name]))
                 self._seen[name] = value
+
+    def begin(self, step: int, wall_time: float) -> None:
+        """An attempt begins with this step: that is told before anything else that waits."""
+        self.waiting.insert(0, _event(step, wall_time, ATTEMPT, {"first_step": step}))
 
     def _rise(self, readings: Readings, wall_time: float, name: str, count: int, rise: int) -> None:
         kind = KINDS[name]
@@ -71,7 +75,8 @@ class Happenings:
         for more in _MORE.get(kind, ()):
             if more in readings.names and readings.present[readings.names.index(more)]:
                 payload[more] = float(readings.values[readings.names.index(more)])
-        self._add(readings.step, wall_time, kind, payload)
+        self.waiting.append(_event(readings.step, wall_time, kind, payload))
 
-    def _add(self, step: int, wall_time: float, kind: str, payload: dict[str, Any]) -> None:
-        self.waiting.append({"step": step, "time": wall_time, "kind": kind, "payload": payload})
+
+def _event(step: int, wall_time: float, kind: str, payload: dict[str, Any]) -> dict[str, Any]:
+    return {"step": step, "time": wall_time, "kind": kind, "payload": payload}

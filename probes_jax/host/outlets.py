@@ -74,11 +74,9 @@ class Outlets:
         flush_every: float,
         clock: Callable[[], float],
     ) -> None:
-        self._folder = None if path is None else RunFolder(os.fspath(path))
+        self._folder = None if path is None else RunFolder(_fixed(os.fspath(path)))
         self._flush_every = flush_every
         self._clock = clock
-        if self._folder is not None:
-            check_folder(self._folder.root, "Recorder path")
         self._sinks = _named(sinks, writer) if sinks is not None else self._default(plan, writer)
 
     def deliveries(self, process: int) -> list[Delivery]:
@@ -106,10 +104,16 @@ class Outlets:
         elif self._folder is not None:
             sinks["events"] = WriterSink(default_writer(self._folder.events))
         if self._folder is not None:
-            from probes_jax.host.store import StoreSink
+            from probes_jax.host.store_sink import StoreSink
 
             sinks["store"] = StoreSink(self._folder.root, plan=plan, clock=self._clock)
         return sinks
+
+
+def _fixed(path: str) -> str:
+    """A path that stays the same place when the working directory changes."""
+    check_folder(path, "Recorder path")
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _given(sink: Sink) -> Sink:
@@ -118,6 +122,8 @@ def _given(sink: Sink) -> Sink:
 
 def _named(sinks: Iterable[Sink], writer: Any) -> dict[str, Sink]:
     found: dict[str, Sink] = {}
+    if not isinstance(sinks, Iterable) or isinstance(sinks, str):
+        raise TypeError(f"sinks must be a list of sinks, got {sinks!r}; write sinks=[...]")
     if writer is not None:
         from probes_jax.host.writers.clu import WriterSink
 

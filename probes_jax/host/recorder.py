@@ -22,6 +22,7 @@ from probes_jax.host.process import is_distributed, process_index
 from probes_jax.host.sink import Sink
 from probes_jax.host.timed import take_wait
 from probes_jax.host.worker import Worker
+from probes_jax.spec import check
 from probes_jax.spec.layout import Layout
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
@@ -41,8 +42,10 @@ class Recorder:
     `record` starts one copy to the host, puts the report in a bounded queue and returns. A thread of its own reads the
     reports, on NumPy alone; the flight record and each sink have a thread each, so that one that fails or hangs holds
     up nothing else: it is counted in `health`, logged, tried again, and visible as `sys/monitor/...` in later steps.
-    When the host falls behind, P2 values go first, then P1; P0 values go to the flight record always, up to stated caps
-    (`queue_size` unread reports of at most 256 MiB, a million values waiting, 256 MiB of file).
+    When the host falls behind, P2 values go first, then P1. P0 values reach the flight record, if there is a `path`, up
+    to three caps: past `queue_size` unread reports, or 256 MiB of them, the oldest is dropped unread; past a million
+    values waiting for the file the oldest steps are dropped; past 256 MiB of file the oldest steps are overwritten. The
+    first two are counted in `health` and in `sys/monitor/dropped`, and logged.
 
     Everything recorded is written when the context ends, also by an exception, on `close`, when the interpreter ends,
     and, in a single process, on SIGTERM (then the handler before runs). Under `jax.distributed` no signal handler is
@@ -67,7 +70,8 @@ class Recorder:
         process_index: Index of this process; by default asked from JAX when the first report comes.
 
     Raises:
-        ValueError: There is nowhere to write.
+        ValueError: There is nowhere to write, or a setting is out of its range; the message names it.
+        TypeError: An argument is of another kind.
         NotADirectoryError: The folder cannot be created.
         PermissionError: The folder cannot be written.
     """
@@ -87,20 +91,28 @@ class Recorder:
     ) -> None:
         if isinstance(path, Plan):
             raise TypeError("Recorder's first argument is the run folder, got a Plan; pass Recorder(folder, plan=...)")
+        if path is not None and not (isinstance(path, str | os.PathLike) and os.fspath(path)):
+            raise ValueError(f'Recorder path must be a folder such as "runs/demo", or None, got {path!r}')
         if plan is not None and not isinstance(plan, Plan):
             raise TypeError(
                 f"Recorder plan must be a probes_jax.Plan, got {type(plan).__name__}; pass a writer as writer="
             )
         if path is None and writer is None and sinks is None:
             raise ValueError("Recorder has nowhere to write; give it a folder, writer= or sinks=")
-        if not flush_every > 0:
-            raise ValueError(f"Recorder flush_every must be positive seconds, got {flush_every!r}")
+        if not callable(clock):
+            raise TypeError(f"Recorder clock must be a function that gives seconds, got {clock!r}")
+        queue_size = check.integer("Recorder queue_size", queue_size, 1)
+        flush_every = check.number("Recorder flush_every, in seconds,", flush_every)
+        patience = check.number("Recorder patience, in seconds,", patience, zero=True)
+        if process_index is not None:
+            process_index = check.integer("Recorder process_index", process_index, 0)
         self._outlets = Outlets(path, plan, writer=writer, sinks=sinks, flush_every=flush_every, clock=clock)
         self._backlog = Backlog(queue_size, _CAPACITY_BYTES)
         self._guarded = plan is not None and plan.guard is not None
         self._clock = clock
         self._patience = patience
         self._process_index = process_index
+        self._is_far: bool | None = None  # whether reports must be copied to the host; known at the first one
         self._numbers = itertools.count(1)
         self._acknowledged = 0  # reports known to be read; counted only with a guard
         self._worker: Worker | None = None  # made at the first report
@@ -137,7 +149,10 @@ class Recorder:
                 worker.refuse("a report split over several processes was not recorded: its buffer must be replicated")
                 return
         if not isinstance(buffer, np.ndarray):
-            buffer.copy_to_host_async()
+            if self._is_far is None:
+                self._is_far = _is_far(buffer)
+            if self._is_far:
+                buffer.copy_to_host_async()
         number = next(self._numbers)
         seconds = time.perf_counter() - start
         self._backlog.put(Pending(buffer, layout, take_wait(), seconds, number, nbytes))
@@ -236,6 +251,15 @@ def _checked_nbytes(buffer: Any, layout: Layout) -> int:
             "is the layout that of another program?"
         )
     return 4 * layout.size * (shape[0] if len(shape) == 2 else 1)
+
+
+def _is_far(buffer: Any) -> bool:
+    """Whether a device array lies outside of the host's memory.
+
+    On CPU it does not, and asking for a copy there takes as long as all the rest of `record`.
+    """
+    devices = getattr(buffer, "devices", None)
+    return devices is None or any(device.platform != "cpu" for device in devices())
 
 
 def _local(buffer: Any) -> Any:

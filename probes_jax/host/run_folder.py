@@ -35,6 +35,14 @@ def check_folder(path: str, argument: str = "folder") -> None:
         raise PermissionError(f"{argument} {path!r} cannot be written: no permission in {nearest!r}; choose another")
 
 
+def is_still_at(path: str | os.PathLike[str], descriptor: int) -> bool:
+    """Whether an open file is the one that `path` names: nobody has deleted, moved or replaced it."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def number_key(number: int, digits: int = 6) -> str:
     """A number as part of a key, so that keys sort like numbers."""
     return f"{number:0{digits}d}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from probes_jax.host.damage import Damage
 from probes_jax.host.outlets import flight_path
 from probes_jax.host.read_flight import FlightStep, last_flight_step, read_flight
 from probes_jax.host.run_folder import FORMAT, RunFolder
@@ -57,31 +58,45 @@ class Run:
 
     A run that was killed before its store was first flushed opens too: it has no `names()`, but a `flight()`.
 
+    What is damaged is left out, with a `DamagedRun` warning that names it; `damaged()` lists it.
+
     Args:
         path: Local path or URL.
         context: A shared `tensorstore.Context`, for `memory://`.
 
     Raises:
         FileNotFoundError: There is no run in this folder.
-        ValueError: The run's format is newer than this reader.
+        ValueError: The run's format is newer than this reader, or `entries/run.json` is damaged.
     """
 
     def __init__(self, path: str, context: Any = None) -> None:
         self.folder = RunFolder(path)
         self._store = Store(path, context)
-        about = self._store.read("entries/run.json")
+        self._damage = Damage(self.folder.root)
+        try:
+            about = self._store.read("entries/run.json")
+        except ValueError as error:
+            raise ValueError(
+                f"run {path!r}: entries/run.json is damaged ({error}); put it back from a copy of the run, or write "
+                f'{{"format": {FORMAT}}} into it'
+            ) from error
         if about is None and self.flight_step() is not None:
             about = {"format": FORMAT, "created": None}
         if about is None:
             raise FileNotFoundError(f"no run in {path!r}: it has no entries/run.json (nothing was recorded there yet)")
-        if about["format"] != FORMAT:
-            raise ValueError(f"run {path!r} has format {about['format']}, this version reads {FORMAT}; use a newer one")
+        found = about.get("format")
+        if found != FORMAT:
+            raise ValueError(f"run {path!r} has format {found}, this version reads {FORMAT}; use a newer one")
         self._about = about
         self._columns = functools.lru_cache(maxsize=None)(self._read_columns)
 
     def names(self) -> list[str]:
         """Names of all metrics that have a series, in the order of their columns."""
         return list(dict.fromkeys(name for series in self._all_series() for name in self._columns(series.columns)))
+
+    def damaged(self) -> list[str]:
+        """What could not be read so far, and why; empty when nothing was damaged."""
+        return list(self._damage.found)
 
     def series(self, name: str, raw: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One metric over the steps.
@@ -134,9 +149,10 @@ class Run:
         out = []
         attempts = {attempt.key: attempt for attempt in self._attempts()}
         for key in self._store.keys("entries/events/"):
-            attempt = attempts[key.split("/")[2]]
-            event = self._store.read(key)
-            out.append({"attempt": int(attempt.key), **event, "superseded": attempt.superseded(event["step"])})
+            event, attempt = self._entry(key, "an event"), attempts.get(key.split("/")[2])
+            if event is not None:
+                superseded = attempt is not None and attempt.superseded(event["step"])
+                out.append({"attempt": int(key.split("/")[2]), **event, "superseded": superseded})
         return out
 
     def flight(self, process: int = 0) -> list[FlightStep]:
@@ -152,9 +168,13 @@ class Run:
 
     def flight_step(self) -> int | None:
         """The last step in the flight record of process 0: how far the run got. None without a record."""
+        path = flight_path(self.folder, 0)
         try:
-            return last_flight_step(flight_path(self.folder, 0))
+            return last_flight_step(path)
         except FileNotFoundError:
+            return None
+        except ValueError as error:
+            self._damage.note(f"flight/{path.name}", "the flight record", error)
             return None
 
     def manifest(self) -> dict[str, Any]:
@@ -162,7 +182,7 @@ class Run:
         series = self._all_series()
         metrics: dict[str, Any] = {}
         for columns in dict.fromkeys(s.columns for s in series):
-            metrics |= self._store.read(f"entries/columns/{columns}.json")["metrics"]
+            metrics |= self._columns_entry(columns).get("metrics", {})
         return {
             **self._about,
             "attempts": [{"attempt": int(a.key), **a.entry} for a in self._attempts()],
@@ -178,18 +198,31 @@ class Run:
         for key in reversed(self._store.keys("entries/attempts/")):
             if not _stem(key).isdecimal():
                 continue  # somebody's own file
-            entry = self._store.read(key)
+            entry = self._entry(key, "the plan and the first step of an attempt") or {}
             out.append(_Attempt(_stem(key), end, entry))
-            first = entry["first_step"]
+            first = entry.get("first_step")
             end = first if end is None else end if first is None else min(end, first)
         return out[::-1]
 
     def _all_series(self) -> list[_Series]:
         keys = self._store.keys("entries/series/")
-        return [_Series(attempt=key.split("/")[2], **self._store.read(key)) for key in keys]
+        read = [(key.split("/")[2], self._entry(key, "a series")) for key in keys]
+        known = [field.name for field in dataclasses.fields(_Series)[1:]]
+        return [_Series(attempt, *(entry[name] for name in known)) for attempt, entry in read if entry is not None]
+
+    def _entry(self, key: str, what: str) -> dict[str, Any] | None:
+        """A JSON entry that is there; None, and a note, if it is damaged."""
+        try:
+            return dict(self._store.read(key))
+        except (ValueError, TypeError) as error:
+            self._damage.note(key, what, error)
+            return None
+
+    def _columns_entry(self, key: str) -> dict[str, Any]:
+        return self._entry(f"entries/columns/{key}.json", "every series with these columns") or {}
 
     def _read_columns(self, key: str) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self._store.read(f"entries/columns/{key}.json")["names"])}
+        return {name: index for index, name in enumerate(self._columns_entry(key).get("names", ()))}
 
     def _holding(self, name: str) -> list[_Series]:
         found = [series for series in self._all_series() if name in self._columns(series.columns)]
@@ -200,18 +233,16 @@ class Run:
     def _joined(self, name: str, wanted: list[str], raw: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Steps, wall times and stored values `[T, len(wanted)]` of the rows that have `name`, over all series."""
         ends = {attempt.key: attempt.end for attempt in self._attempts()}
-        parts = []
+        parts = [(np.zeros(0, np.int64), np.zeros(0), absent((0, len(wanted))), np.zeros(0, np.int64))]
         for series in self._holding(name):
             columns = self._columns(series.columns)
             at = [columns.get(other) for other in wanted]
-            steps, times, values = SeriesArrays(self._store, series.path).read([i for i in at if i is not None])
-            full = absent((steps.size, len(wanted)))
-            full[:, [i for i, c in enumerate(at) if c is not None]] = values
-            keep = np.ones(steps.size, bool)
-            end = ends[series.attempt]
-            if not raw and end is not None:
-                keep = steps < end
-            parts.append((steps[keep], times[keep], full[keep], np.full(int(keep.sum()), int(series.attempt))))
+            for steps, times, values in self._read(series, [i for i in at if i is not None]):
+                full = absent((steps.size, len(wanted)))
+                full[:, [i for i, c in enumerate(at) if c is not None]] = values
+                end = ends.get(series.attempt)
+                keep = np.ones(steps.size, bool) if raw or end is None else steps < end
+                parts.append((steps[keep], times[keep], full[keep], np.full(int(keep.sum()), int(series.attempt))))
         steps, times, values, attempt = (np.concatenate(part) for part in zip(*parts))
         order = np.lexsort((times, attempt)) if raw else np.lexsort((times, attempt, steps))
         steps, times, values = steps[order], times[order], values[order]
@@ -219,3 +250,25 @@ class Run:
             last = np.append(steps[1:] != steps[:-1], True)
             steps, times, values = steps[last], times[last], values[last]
         return steps, times, values
+
+    def _read(self, series: _Series, columns: list[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The rows of a series; where some are damaged, those of every block that is not."""
+        try:
+            arrays = SeriesArrays(self._store, series.path)
+        except ValueError as error:  # tensorstore's, for everything
+            self._damage.note(series.path, "the whole series", error)
+            return []
+        blocks = arrays.blocks()
+        try:
+            return [arrays.read(columns, 0, blocks[-1][1])] if blocks else []
+        except ValueError as error:
+            failure = error
+        found = []
+        for first, end in blocks:
+            try:
+                found.append(arrays.read(columns, first, end))
+            except ValueError:
+                continue
+        lost = f"{len(blocks) - len(found)} of its {len(blocks)} blocks of steps"
+        self._damage.note(series.path, lost, failure)
+        return found

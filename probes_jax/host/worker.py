@@ -63,7 +63,8 @@ class Worker:
         self._sinks = tuple(d for d in self.deliveries if d is not self._flight)
         self._clock = clock
         self._guarded = guarded
-        self._complaint = Complaint()
+        self._complaint, self._behind = Complaint(), Complaint()
+        self._said = 0  # records lost in part or whole when that was last said
         self._thread = threading.Thread(target=self._run, name="probes_jax-worker", daemon=True)
         self._last_step = -1
         self._passed_over = 0  # reports that the sinks did not get in full because the backlog was long
@@ -142,6 +143,14 @@ class Worker:
             self._complaint.say(f"a report could not be read ({self.last_error}); training goes on")
         self._acknowledge()
 
+    def _say_dropped(self, dropped: int) -> None:
+        if dropped > self._said:
+            self._said = dropped
+            self._behind.say(
+                f"{dropped} records so far were lost in part or whole (recorder.health says where, "
+                "sys/monitor/dropped when): the host or a sink cannot keep up, or fails; training goes on"
+            )
+
     def _acknowledge(self) -> None:
         if self._guarded:
             self.acknowledged.put(self._stopped_at)
@@ -158,7 +167,9 @@ class Worker:
         for readings in fresh:
             # The host's times are those of the whole record; the last of stacked steps carries them.
             times = (item.record_seconds, item.data_wait) if readings is fresh[-1] else (None, None)
-            values = (item.number, *self._troubles(), *times)
+            dropped, failed = self._troubles()
+            self._say_dropped(dropped)
+            values = (item.number, dropped, failed, *times)
             self._deliver(readings.extended(HOST_NAMES, values, wall_time), pressure)
 
     def _troubles(self) -> tuple[int, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
+from probes_jax.host.damage import DamagedRun
 from probes_jax.present.first_screen import first_screen
 from probes_jax.present.state import History
 from probes_jax.present.table import signals_table
@@ -16,13 +18,20 @@ if TYPE_CHECKING:
 def print_screen(run: History, console: Console, name: str = "RUN") -> None:
     """Prints the table of the signals and the list of what was unusual.
 
-    After a killed job the flight record may go on past the last step of the table: then a line says so.
+    After a killed job the flight record may go on past the last step of the table: then a line says so. What of the
+    run is damaged is named at the end, and the rest is shown.
 
     Args:
         run: The record, from `probes_jax.open_run`.
         console: Where to, from `make_console`.
         name: Folder or URL of the run, as it is to be shown.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedRun)  # they stand at the end
+        _print(run, console, name)
+
+
+def _print(run: History, console: Console, name: str) -> None:
     signals = first_screen(run)
     last = max((signal.step for signal in signals if signal.step is not None), default=None)
     console.print(signals_table(signals, title="First screen" if last is None else f"First screen, step {last:,}"))
@@ -31,6 +40,11 @@ def print_screen(run: History, console: Console, name: str = "RUN") -> None:
         line = f'The flight record goes on to step {flown:,}: read it with probes_jax.open_run("{name}").flight()'
         console.print(line, markup=False, soft_wrap=True)
     found = find_unusual(run)
+    console.print()
     console.print("What was unusual:" if found else "What was unusual: nothing")
     for item in found:
         console.print(f"  - {item}", markup=False)
+    if run.damaged():
+        console.print("\nCould not be read:")
+    for text in run.damaged():
+        console.print(f"  - {text}", markup=False, soft_wrap=True)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLOURS = {State.OK: "green", State.WATCH: "yellow", State.ALERT: "bold red", State.NO_DATA: "dim"}
-_HEADINGS = ("signal", "value", "unit", "state", "since", "where")
-_RIGHT = ("value", "since")
+_HEADINGS = ("signal", "value", "unit", "state", "since step", "where")
+_RIGHT = ("value", "since step")
 _PLAIN_WIDTH = 120
 
 
@@ -24,15 +24,16 @@ def show_unit(unit: str) -> str:
     return "" if unit == "1" else unit
 
 
-def cells(signal: Signal) -> tuple[str, ...]:
-    """What stands in one row, without colour."""
+def cells(signal: Signal, last: int | None = None) -> tuple[str, ...]:
+    """What stands in one row, without colour; a value that is older than step `last` says so."""
+    old = signal.step is not None and last is not None and signal.step < last
     return (
         signal.name,
         format_value(signal.value, signal.unit),
         show_unit(signal.unit),
         signal.state.text,
         "-" if signal.since is None else f"{signal.since:,}",
-        signal.where,
+        f"{signal.where} at step {signal.step:,}".strip() if old else signal.where,
     )
 
 
@@ -47,8 +48,9 @@ def signals_table(signals: Sequence[Signal], title: str = "") -> Table:
     for heading in _HEADINGS:
         justify = "right" if heading in _RIGHT else "left"
         table.add_column(heading, justify=justify, no_wrap=heading != "where", overflow="fold")
+    last = max((signal.step for signal in signals if signal.step is not None), default=None)
     for signal in signals:
-        row = [Text(cell) for cell in cells(signal)]
+        row = [Text(cell) for cell in cells(signal, last)]
         row[3].stylize(COLOURS[signal.state])
         table.add_row(*row)
     return table

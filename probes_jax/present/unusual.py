@@ -16,16 +16,16 @@ from probes_jax.spec.plan import Plan
 # Running counts of the train state: a rise is one more trouble on that step.
 _COUNTS = (
     ("alert/nonfinite_steps", "NaN or infinite loss or gradient"),
-    ("alert/nonfinite_accepted", "update applied although it was not finite"),
+    ("alert/nonfinite_accepted", "update applied in spite of a NaN or infinite loss or gradient"),
     ("alert/guard/skipped_count", "update skipped"),
     ("data/empty_steps", "batch without a valid token"),
     ("opt/loss_scale_drops", "loss scale lowered"),
 )
 _TOLD = {ATTEMPT, *KINDS.values()} - {"guard_stopped"}  # events of what the other rules here find in the series
 _WORST = ("logits/abs_max", "act/abs_max")  # a NaN or infinity in one of these is named
-_MONITOR = (
-    ("sys/monitor/dropped", "records that not every file got in full"),
-    ("sys/monitor/failed", "writes that failed"),
+_MONITOR = (  # running counts of the recorder, and what to look at
+    ("sys/monitor/dropped", "records lost in part or whole, noticed", "the host or its disk was too slow"),
+    ("sys/monitor/failed", "failed writes", "the log says which and why"),
 )
 
 
@@ -71,7 +71,7 @@ def find_unusual(run: History, plan: Plan | None = None) -> list[Unusual]:
     manifest = run.manifest()
     plan = find_plan(manifest) if plan is None else plan
     found = [*_counts(run), *_nonfinite(run), *_co_spikes(run), *_spikes(run, plan), *_monitor(run)]
-    return [*found, *_missing_steps(run), *_attempts(manifest), *_events(run)]
+    return [*found, *_missing_steps(run), *_attempts(run, manifest), *_events(run)]
 
 
 def _measured(run: History, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -85,10 +85,16 @@ def _numbers(steps: np.ndarray) -> tuple[int, ...]:
 
 def _counts(run: History) -> Iterator[Unusual]:
     for name, what in _COUNTS:
-        steps, values = _measured(run, name)
-        rises = np.diff(values, prepend=0.0) > 0
-        if rises.any():
-            yield Unusual(what, _numbers(steps[rises]), f"{format_value(values[-1], 'count')} in all")
+        steps, total = _rises(run, name)
+        if steps:
+            yield Unusual(what, steps, total)
+
+
+def _rises(run: History, name: str) -> tuple[tuple[int, ...], str]:
+    """Where a running count rose, and by how much in all; a resumed run may count from 0 again."""
+    steps, values = _measured(run, name)
+    rises = np.maximum(np.diff(values, prepend=0.0), 0.0)
+    return _numbers(steps[rises > 0]), f"{format_value(float(rises.sum()), 'count')} in all"
 
 
 def _nonfinite(run: History) -> Iterator[Unusual]:
@@ -117,10 +123,10 @@ def _spikes(run: History, plan: Plan) -> Iterator[Unusual]:
 
 
 def _monitor(run: History) -> Iterator[Unusual]:
-    for name, what in _MONITOR:
-        _, values = _measured(run, name)
-        if values.size and values[-1] > 0:
-            yield Unusual(what, (), format_value(values[-1], "count"))
+    for name, what, hint in _MONITOR:
+        steps, total = _rises(run, name)
+        if steps:
+            yield Unusual(what, steps, f"{total}; {hint}")
     seen, reported = (_measured(run, f"sys/monitor/points_{word}")[1] for word in ("seen", "reported"))
     if seen.size and reported.size and reported[-1] < seen[-1]:
         counts = f"{reported[-1]:,.0f} of {seen[-1]:,.0f} reported"
@@ -136,11 +142,13 @@ def _missing_steps(run: History) -> Iterator[Unusual]:
         yield Unusual("no record", tuple(missing))
 
 
-def _attempts(manifest: dict) -> Iterator[Unusual]:
+def _attempts(run: History, manifest: dict) -> Iterator[Unusual]:
     later = [attempt.get("first_step") for attempt in manifest.get("attempts", ())][1:]
     begun = tuple(step for step in later if step is not None)
+    told = {e["step"]: e.get("payload", {}).get("superseded_through") for e in run.events() if e["kind"] == ATTEMPT}
+    again = [f"{step:,}-{told[step]:,}" for step in begun if told.get(step) is not None]
     if begun:
-        yield Unusual("run continued, or steps done again", begun)
+        yield Unusual("run resumed or rolled back", begun, f"done again: steps {', '.join(again)}" if again else "")
 
 
 def _events(run: History) -> Iterator[Unusual]:

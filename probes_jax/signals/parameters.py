@@ -47,14 +47,14 @@ _SMALL = 2**16  # elements; smaller tensors cost more as reductions of their own
 
 Tensors = Mapping[Any, jax.Array]  # by the key of the ParameterInfo
 Infos = Mapping[Any, ParameterInfo]
-Summarize = Callable[[jax.Array, Split], Summary]
+Summarize = Callable[..., Summary]  # (array, split)
 
 
 def _by_layer(summarize: Summarize, x: jax.Array, info: ParameterInfo) -> Summary:
     """Rows of one tensor, with a leading stack axis where it stacks layers."""
     axis = info.stack_axis
 
-    def by_layer(split: Split, x: jax.Array) -> Summary:
+    def by_layer(x: jax.Array, split: Split) -> Summary:
         if axis is None:
             return summarize(x, split)
         rest = Split(split.dims[:axis] + split.dims[axis + 1 :], split.sizes)
@@ -72,7 +72,7 @@ def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, 
         if x.size < _SMALL and not any(info.split.dims):
             small.setdefault(info.role, []).append(x.astype(jnp.float32).reshape(-1))
         else:
-            of_tensor = summarize_where_it_lies(lambda split, x: summarize(x, split), info.split, x)
+            of_tensor = summarize_where_it_lies(summarize, info.split, x)
             found.setdefault(info.role, []).append(of_tensor.carried())
     for role, pieces in small.items():
         found.setdefault(role, []).append(summarize(jnp.concatenate(pieces), WHOLE).carried())

@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import re
 
+from probes_jax.spec import check
+
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
@@ -22,12 +24,13 @@ class Guard:
     max_consecutive: int = 50
 
     def __post_init__(self) -> None:
+        check.flag("Guard nonfinite", self.nonfinite)
+        check.flag("Guard co_spike", self.co_spike)
+        object.__setattr__(self, "max_consecutive", check.integer("Guard max_consecutive", self.max_consecutive, 1))
         if not (self.nonfinite or self.co_spike):
             raise ValueError(
                 "Guard(nonfinite=False, co_spike=False) guards nothing; set one of them, or pass guard=None"
             )
-        if self.max_consecutive < 1:
-            raise ValueError(f"Guard max_consecutive must be at least 1, got {self.max_consecutive}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +70,25 @@ class Plan:
     feature_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("groups", "exclude", "feature_axes", "token_axes"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise ValueError(f"Plan {name} must be a tuple of names, got the string {value!r}; write ({value!r},)")
-            if value is not None:
-                object.__setattr__(self, name, tuple(value))
+        for name in ("groups", "exclude", "feature_axes", *(() if self.token_axes is None else ("token_axes",))):
+            self._set(name, check.names(f"Plan {name}", getattr(self, name)))
+        for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):
+            self._set(name, check.integer(f"Plan {name}", getattr(self, name), least))
+        for name in ("deviation_floor", "theta"):
+            self._set(name, check.number(f"Plan {name}", getattr(self, name)))
+        check.flag("Plan skip_empty", self.skip_empty)
+        check.pattern("Plan embeddings", self.embeddings)
+        for text in self.exclude:
+            check.pattern("Plan exclude", text)
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise ValueError(f"Plan guard must be a Guard or None, got {self.guard!r}; write guard=Guard()")
+        self._check_groups()
+        if self.min_history > self.window:
+            raise ValueError(
+                f"Plan min_history ({self.min_history}) exceeds window ({self.window}); no score could exist"
+            )
+
+    def _check_groups(self) -> None:
         for name in self.groups:
             if not re.fullmatch(r"[^/\[\]{}\s]+", name):
                 raise ValueError(
@@ -84,23 +98,9 @@ class Plan:
             raise ValueError(
                 f"Plan groups must be unique and may not be 'other' (it is kept for unknown ids): {self.groups}"
             )
-        for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"Plan {name} must be an integer of at least {least}, got {value!r}")
-        if self.min_history > self.window:
-            raise ValueError(
-                f"Plan min_history ({self.min_history}) exceeds window ({self.window}); no score could exist"
-            )
-        for name in ("deviation_floor", "theta"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Plan {name} must be positive, got {getattr(self, name)!r}")
-        for name in ("embeddings", *self.exclude):
-            pattern = self.embeddings if name == "embeddings" else name
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"Plan pattern {pattern!r} is not a regular expression: {error}") from None
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def fingerprint(self) -> str:

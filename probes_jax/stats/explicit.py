@@ -31,10 +31,9 @@ def explicit_axes(mesh: Any) -> tuple[str, ...]:
 def stated(x: Any) -> tuple[AbstractMesh, Dims] | None:
     """The mesh and the sharding that the type of `x` states; None where it states none."""
     sharding = getattr(jax.typeof(x), "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None or not explicit_axes(mesh):
+    if sharding is None or not explicit_axes(sharding.mesh):
         return None
-    return mesh, spec_dims(sharding.spec)
+    return sharding.mesh, spec_dims(sharding.spec)
 
 
 def in_automatic_mode(f: Callable[..., Any], lies: Callable[..., Dims], x: Any) -> Any:
@@ -55,7 +54,7 @@ def in_automatic_mode(f: Callable[..., Any], lies: Callable[..., Dims], x: Any) 
 
 
 def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays: Any) -> Any:
-    """`summarize(split, *arrays)`, whatever kind of mesh the arrays are on.
+    """`summarize(*arrays, split=split)`, whatever kind of mesh the arrays are on.
 
     Args:
         summarize: Returns a pytree of `Summary`.
@@ -64,13 +63,13 @@ def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays
     """
     found = stated(arrays[0])
     if found is None:
-        return summarize(split, *arrays)
+        return summarize(*arrays, split=split)
     mesh, dims = found
     known = explicit_axes(mesh)
     exact = Split.of(_together(dims, split.dims, known), mesh.shape)
 
     def run(*arrays: Any) -> Any:
-        return summarize(exact, *arrays)
+        return summarize(*arrays, split=exact)
 
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = jax.eval_shape(run, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))

@@ -72,8 +72,8 @@ def accumulate(
     scale: jax.Array | None,
     microbatches: int,
     notes: Notes,
-) -> tuple[Any, Part]:
-    """Gradient of the whole batch's mean loss, unscaled, and everything measured, merged.
+) -> tuple[jax.Array, Any, Part]:
+    """Value and gradient of the whole batch's mean loss, unscaled, and everything measured, merged.
 
     Args:
         objective: The function to differentiate.
@@ -87,7 +87,8 @@ def accumulate(
         notes: Filled with what tracing finds out.
 
     Returns:
-        Gradients in the parameters' dtype, and the merged parts. Without a valid token the gradients are zero.
+        The loss (float32, 0-d), its gradients in the parameters' dtype, and the merged parts. Without a valid token
+        loss and gradients are zero.
     """
     factor = jnp.float32(1.0) if scale is None else scale
 
@@ -101,27 +102,29 @@ def accumulate(
         return total * factor, part
 
     if microbatches == 1:
-        (_, part), gradients = jax.value_and_grad(mean, has_aux=True)(params, state, batch, jax.random.fold_in(key, 0))
-        return gradients if scale is None else _scaled(gradients, 1.0 / scale), part
+        differentiate = jax.value_and_grad(mean, has_aux=True)
+        (value, part), gradients = differentiate(params, state, batch, jax.random.fold_in(key, 0))
+        return value / factor, gradients if scale is None else _scaled(gradients, 1.0 / scale), part
 
     parts = _split(batch, microbatches, objective.partition.shards)
     first = jax.tree.map(lambda x: x[0], parts)
     differentiate = jax.value_and_grad(summed, has_aux=True)
     shapes = jax.eval_shape(differentiate, params, state, first, key)
-    carry = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), shapes[1]), _nothing(shapes[0][1], state)
+    sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), (shapes[0][0], shapes[1]))
+    carry = sums, _nothing(shapes[0][1], state)
 
     def body(carry: tuple[Any, Part], at: tuple[jax.Array, Any]) -> tuple[tuple[Any, Part], Any]:
         index, microbatch = at
         so_far, merged = carry
-        (_, part), gradients = differentiate(params, merged.state, microbatch, jax.random.fold_in(key, index))
-        added = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), so_far, gradients)
+        (total, part), gradients = differentiate(params, merged.state, microbatch, jax.random.fold_in(key, index))
+        added = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), so_far, (total, gradients))
         aux, part = part.aux, _without_aux(part)
         return (added, merged.merge(part)), aux
 
-    (gradients, part), aux = jax.lax.scan(body, carry, (jnp.arange(microbatches, dtype=jnp.uint32), parts))
+    ((total, gradients), part), aux = jax.lax.scan(body, carry, (jnp.arange(microbatches, dtype=jnp.uint32), parts))
     divide = jnp.where(part.weight > 0, 1.0 / (jnp.where(part.weight > 0, part.weight, 1.0) * factor), 0.0)
     gradients = jax.tree.map(lambda g, p: (g * divide).astype(p.dtype), gradients, params)
-    return gradients, Part(part.weight, part.rows, part.points, part.extra, part.state, aux, part.names)
+    return total * divide, gradients, Part(part.weight, part.rows, part.points, part.extra, part.state, aux, part.names)
 
 
 def _without_aux(part: Part) -> Part:

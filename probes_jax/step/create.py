@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -40,7 +41,6 @@ def make_core(
     partition: Partition,
 ) -> Core:
     """Initializes parameters, optimizer state and monitor state, sharded and committed."""
-    mesh = partition.mesh
 
     def init(key: jax.Array, batch: Any, variables: Any) -> tuple[Any, Any]:
         parts = binding.init(loss_fn, batch, key, variables)
@@ -49,15 +49,15 @@ def make_core(
     shapes = jax.eval_shape(init, key, batch, variables)
     _check_params(shapes[0])
     specs = binding.partition_specs(*shapes)
-    place = _placements(shapes, specs, shardings, mesh)
+    place = _placements(shapes, specs, shardings, partition)
     if binding.has_arrays:  # made already: under jit they would be constants of the program
         params, state = jax.device_put(init(key, batch, variables), place)
     else:
         params, state = jax.jit(init, out_shardings=place)(key, batch, variables)
     trained, frozen = split_trained(params, wrt)
     opt_shapes = jax.eval_shape(tx.init, trained)
-    opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(tx, opt_shapes, trained, mesh))(trained)
-    rest = jax.device_put((jax.random.key_data(key), init_monitor(plan, loss_scale)), _everywhere(mesh))
+    opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(tx, opt_shapes, trained, partition))(trained)
+    rest = jax.device_put((jax.random.key_data(key), init_monitor(plan, loss_scale)), partition.everywhere())
     return Core(trained, frozen, state, opt_state, *rest)
 
 
@@ -70,18 +70,15 @@ def _check_params(params: Any) -> None:
         raise ValueError(f"parameter {'/'.join(map(str, empty[0]))} has no elements; drop it from the model")
 
 
-def _everywhere(mesh: Any) -> Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-
-def _placements(shapes: Any, specs: Any, shardings: Any, mesh: Any) -> Any:
+def _placements(shapes: Any, specs: Any, shardings: Any, partition: Partition) -> Any:
     """A sharding for every leaf of (params, state)."""
+    mesh = partition.mesh
     if mesh is None:
         if shardings is not None:
             raise ValueError(
                 "shardings was given, but no mesh was found: shard the example batch, or use NamedSharding"
             )
-        return jax.tree.map(lambda _: _everywhere(None), shapes)
+        return jax.tree.map(lambda _: partition.everywhere(), shapes)
 
     def named(spec: Any, shape: Any, strict: bool = False) -> Sharding:
         if isinstance(spec, Sharding):
@@ -115,18 +112,17 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _optimizer_placements(tx: Any, shapes: Any, params: Any, mesh: Any) -> Any:
+def _optimizer_placements(tx: Any, shapes: Any, params: Any, partition: Partition) -> Any:
     """Moments lie where their parameter lies, everything else on every device."""
-    if mesh is None:
-        return jax.tree.map(lambda _: _everywhere(None), shapes)
+    everywhere = partition.everywhere()
+    if partition.mesh is None:
+        return jax.tree.map(lambda _: everywhere, shapes)
     where = jax.tree.map(lambda p: p.sharding, params)
 
     def like(leaf: Any, param: Any, sharding: Sharding) -> Sharding:
-        return sharding if leaf.shape == param.shape else _everywhere(mesh)
+        return sharding if leaf.shape == param.shape else everywhere
 
-    return optax.tree_utils.tree_map_params(
-        tx, like, shapes, params, where, transform_non_params=lambda _: _everywhere(mesh)
-    )
+    return optax.tree_utils.tree_map_params(tx, like, shapes, params, where, transform_non_params=lambda _: everywhere)
 
 
 def describe(
@@ -142,17 +138,15 @@ def describe(
     microbatches: int = 1,
     loss_scale: LossScale | None = None,
     donate: bool = True,
+    runs: bool = True,
 ) -> Settings:
-    """Traces the model once, abstractly, and works out what is known of each parameter."""
+    """Traces the model once, abstractly, and works out what is known of each parameter.
+
+    `runs`: the step calls the optimizer; False where a loop of the user's own does.
+    """
     key = jax.random.key(0) if key is None else key
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
-    try:
-        frozen = frozen_leaves(tx, core.params)
-    except TypeError as error:
-        raise TypeError(
-            f"tx cannot be called as tx.update(gradients, state, params): {error}. An optimizer that needs value= or "
-            "more runs in a loop of your own, which pj.Monitor measures"
-        ) from error
+    frozen = _find_frozen(tx, core.params, runs)
     never, leaves = flatten(frozen), flatten(core.params)
     labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks)
     infos = {
@@ -184,6 +178,19 @@ def describe(
         clip=clip,
         missing=missing,
     )
+
+
+def _find_frozen(tx: Any, params: Any, runs: bool) -> Any:
+    extra = {"value": jnp.float32(0.0)} if isinstance(tx, optax.GradientTransformationExtraArgs) else {}
+    try:
+        return frozen_leaves(tx, params, **extra)
+    except TypeError as error:
+        if not runs:  # who calls it knows what it needs; nothing is known of frozen leaves
+            return jax.tree.map(lambda _: False, params)
+        raise TypeError(
+            f"tx cannot be called as tx.update(gradients, state, params, value=loss): {error}. An optimizer that needs "
+            "more (value_fn=) runs in a loop of your own, which pj.Monitor measures"
+        ) from error
 
 
 def _trace_model(

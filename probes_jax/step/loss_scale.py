@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from probes_jax.spec import check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +40,13 @@ class LossScale:
 
     def __post_init__(self) -> None:
         for name in ("initial", "factor", "minimum", "maximum"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 2.0**126:
+            value = check.number(f"LossScale {name}", getattr(self, name))
+            if value > 2.0**126:
                 raise ValueError(f"LossScale {name} must be a positive number up to 2**126, got {value!r}")
-            object.__setattr__(self, name, float(value))
-        if (
-            not isinstance(self.growth_interval, int)
-            or isinstance(self.growth_interval, bool)
-            or self.growth_interval < 1
-        ):
-            raise ValueError(
-                f"LossScale growth_interval must be an integer of at least 1, got {self.growth_interval!r}"
-            )
+            object.__setattr__(self, name, value)
+        interval = check.integer("LossScale growth_interval", self.growth_interval, 1)
+        object.__setattr__(self, "growth_interval", interval)
+        check.flag("LossScale dynamic", self.dynamic)
         if self.dynamic:
             self._check_dynamic()
 
@@ -84,11 +82,11 @@ def as_loss_scale(value: LossScale | float | str | None) -> LossScale | None:
     """
     if value is None or isinstance(value, LossScale):
         return value
-    if value == "dynamic":
+    if isinstance(value, str) and value == "dynamic":
         return LossScale()
-    if isinstance(value, str | bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f'loss_scale must be None, a positive number, "dynamic" or LossScale(...), got {value!r}')
-    return LossScale(initial=value, dynamic=False)
+    return LossScale(initial=float(value), dynamic=False)
 
 
 def init_loss_scale(settings: LossScale | None) -> LossScaleState:

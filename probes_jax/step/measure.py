@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from probes_jax.detect.guard import GuardState, decide
+from probes_jax.detect.guard import GuardState, count_outcome, decide
 from probes_jax.observe.clip import clip_threshold, clipped
+from probes_jax.observe.held_back import held_back
 from probes_jax.observe.learning_rate import learning_rate
 from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
@@ -23,9 +24,9 @@ from probes_jax.step.report import Coverage, Report
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
-from probes_jax.step.watch import Values, is_co_spike, read_values, score, watch
+from probes_jax.step.watch import Values, is_co_spike, read_values, score, update_norm, watch
 
-_DECISIVE = ("loss/mean", "grad/{stat}", "grad_frozen/{stat}")  # what must be known before the update
+_DECISIVE = ("loss/mean", "loss/extra/", "grad/{stat}", "grad_frozen/{stat}")  # what must be known before the update
 
 
 def measure_before(settings: Settings, program: str, part: Part, gradients: Any) -> list[Measured]:
@@ -45,7 +46,7 @@ def decide_early(
     """Whether to skip the update, where a guard wants to know: one early psum of a few sums. Else (None, None)."""
     if settings.plan.guard is None and not settings.plan.skip_empty and not settings.skips_overflow:
         return None, None
-    decisive = [item for item in items if item.entry.key in _DECISIVE]
+    decisive = [item for item in items if item.entry.key.startswith(_DECISIVE)]
     return _decide(
         settings, monitor, read_values(reduce_measured(decisive, program, settings.partition.mesh, maxima=False))
     )
@@ -104,11 +105,22 @@ def finish(
     values = read_values(reduced)
     if guard is None:
         _, guard = _decide(settings, before.monitor, values)
+    update = update_norm(reduced)
+    outcome = held_back(before.opt_state, after.opt_state, update)
+    guard = count_outcome(
+        guard,
+        skip=jnp.bool_(False) if skip is None else skip,
+        finite=values.finite,
+        update_finite=jnp.isfinite(update),
+        applied=outcome.applied,
+        dropped=outcome.dropped,
+    )
     clip = _was_clipped(settings, before.opt_state, values)
-    monitor, scalars, counters = watch(before.monitor, guard, settings.plan, reduced, values, clip)
+    monitor, scalars, counters = watch(before.monitor, guard, settings.plan, reduced, values, update, clip)
     monitor = _watch_loss_scale(settings, monitor, values, scalars, counters)
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
-    scalars["alert/guard/skipped"] = (jnp.float32(0.0) if skip is None else skip.astype(jnp.float32), True)
+    skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
+    scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
     coverage = _coverage(notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)

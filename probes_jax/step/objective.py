@@ -119,7 +119,7 @@ class Objective:
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
         def measure(x: jax.Array) -> Summary:
             split = self.partition.activation(x.shape, batch)
-            return summarize_where_it_lies(lambda split, x: summarize_moments(x, split), split, x)
+            return summarize_where_it_lies(summarize_moments, split, x)
 
         return measure
 
@@ -142,11 +142,7 @@ class Objective:
             rows = measure_scalar_loss(tokens.nll)
         else:
             rows = summarize_where_it_lies(
-                lambda split, *arrays: measure_loss(*arrays, self.plan.groups, split),
-                split,
-                tokens.nll,
-                tokens.weight,
-                tokens.group,
+                functools.partial(measure_loss, groups=self.plan.groups), split, tokens.nll, tokens.weight, tokens.group
             )
         logits, reason = find_logits(tokens, outputs)
         if logits is None:
@@ -154,6 +150,5 @@ class Objective:
         else:
             fits = tokens.weight is not None and logits.shape[:-1] == tokens.nll.shape
             leading = self.partition.activation(logits.shape, tokens.nll.shape[0] if tokens.nll.ndim else -1)
-            weights = tokens.weight if fits else None
-            rows |= summarize_where_it_lies(lambda split, *x: measure_logits(*x, split), leading, logits, weights)
+            rows |= summarize_where_it_lies(measure_logits, leading, logits, tokens.weight if fits else None)
         return rows, {name: measure_extra(value, weight) for name, value in tokens.extra.items()}

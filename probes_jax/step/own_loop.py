@@ -81,7 +81,7 @@ class Monitor:
         opt_state = jax.eval_shape(tx.init, params)
         core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, init_monitor(plan, None))
         binding = None if model is None else wrap(model)
-        settings = describe(binding, tx, loss_fn, plan, core, partition, batch)
+        settings = describe(binding, tx, loss_fn, plan, core, partition, batch, runs=False)
         place = settings.replicated()
         return cls(core.monitor if place is None else jax.device_put(core.monitor, place), settings)
 

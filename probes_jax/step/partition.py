@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from probes_jax.spec.plan import Plan
 from probes_jax.stats.explicit import Dims, explicit_axes, spec_dims
@@ -43,11 +43,19 @@ class Partition:
         mesh: None on one device.
         token_axes: For each leading dimension of a token array, the mesh axes that shard it.
         feature_axes: Mesh axes that shard the last axis of activations.
+        device: Where everything is without a mesh; None: the default device.
     """
 
     mesh: Mesh | None = None
     token_axes: Dims = ()
     feature_axes: tuple[str, ...] = ()
+    device: Any = None
+
+    def everywhere(self) -> Sharding:
+        """Replicated over the mesh, or on the one device."""
+        if self.mesh is not None:
+            return NamedSharding(self.mesh, PartitionSpec())
+        return SingleDeviceSharding(self.device or jax.devices()[0])
 
     @property
     def shards(self) -> int:
@@ -85,6 +93,14 @@ class Partition:
         return self._split(spec_dims(sharding.spec))
 
 
+def _home(batch: Any) -> Any:
+    """The device of a batch that lies on one."""
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, SingleDeviceSharding):
+            return next(iter(leaf.sharding.device_set))
+    return None
+
+
 def find_partition(plan: Plan, batch: Any, mesh: Mesh | None) -> Partition:
     """Which mesh axes shard tokens: the plan's word, else the sharding of the example batch.
 
@@ -96,7 +112,7 @@ def find_partition(plan: Plan, batch: Any, mesh: Mesh | None) -> Partition:
             raise ValueError(
                 f"Plan token_axes={plan.token_axes}, but no mesh was found: shard the example batch, or pass shardings="
             )
-        return Partition()
+        return Partition(device=_home(batch))
     for axis in (*(plan.token_axes or ()), *plan.feature_axes):
         if axis not in mesh.shape:
             raise ValueError(f"Plan names the mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")

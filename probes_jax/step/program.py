@@ -33,20 +33,20 @@ def step_program(settings: Settings, program: str, step: jax.Array, core: Core, 
         State after the step and the report.
     """
     notes = Notes(missing=dict(settings.missing))
-    gradients, part = _differentiate(settings, program, step, core, batch, notes)
+    value, gradients, part = _differentiate(settings, program, step, core, batch, notes)
     if program == "off":
-        after = train_only(settings, core, gradients, part.state)
+        after = train_only(settings, core, value, gradients, part.state)
         return after, Report(jnp.zeros((0,), jnp.uint32), EMPTY, aux=part.aux)
     items = measure_before(settings, program, part, gradients)
     skip, guard = decide_early(settings, program, core.monitor, items)
-    after = apply_update(settings, core, gradients, part.state, skip)
+    after = apply_update(settings, core, value, gradients, part.state, skip)
     monitor, report = finish(settings, program, step, core, after, part, items, notes, skip, guard)
     return after._replace(monitor=monitor), report
 
 
 def _differentiate(
     settings: Settings, program: str, step: jax.Array, core: Core, batch: Any, notes: Notes
-) -> tuple[Any, Part]:
+) -> tuple[jax.Array, Any, Part]:
     check_batch(batch, settings.microbatches)
     objective = Objective(
         settings.binding,

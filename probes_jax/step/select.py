@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probes_jax.spec import check
+
 Path = tuple[str, ...]
 Chosen = Callable[[Path, Any], bool]
 Wrt = str | Callable[[Path, Any], bool] | None
@@ -44,11 +46,17 @@ def split_trained(params: dict[Any, Any], wrt: Wrt) -> tuple[dict[Any, Any], dic
             gets the path (tuple of keys) and the array.
 
     Raises:
-        ValueError: Nothing would be trained.
+        ValueError: Nothing would be trained, or something complex would be.
     """
     leaves = flatten(params)
-    chosen = _chooser(wrt)
-    trained = {p: x for p, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating) and chosen(p, x)}
+    chosen = chooser(wrt)
+    trained = {p: x for p, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact) and chosen(p, x)}
+    for path, leaf in trained.items():
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"parameter {'/'.join(map(str, path))} is {leaf.dtype}; only real parameters can be trained. Keep real "
+                "and imaginary part as two parameters, or leave it out with wrt="
+            )
     if not trained:
         known = ", ".join("/".join(map(str, path)) for path in list(leaves)[:5])
         raise ValueError(
@@ -57,11 +65,16 @@ def split_trained(params: dict[Any, Any], wrt: Wrt) -> tuple[dict[Any, Any], dic
     return unflatten(trained), unflatten({path: leaf for path, leaf in leaves.items() if path not in trained})
 
 
-def _chooser(wrt: Wrt) -> Chosen:
+def chooser(wrt: Wrt) -> Chosen:
+    """`wrt` as a function of (path, array).
+
+    Raises:
+        TypeError, ValueError: It is none of what it may be.
+    """
     if wrt is None:
         return lambda path, leaf: True
     if isinstance(wrt, str):
-        pattern = re.compile(wrt)
+        pattern = re.compile(check.pattern("wrt", wrt))
         return lambda path, leaf: pattern.search("/".join(map(str, path))) is not None
     if callable(wrt):
         return wrt

@@ -28,7 +28,7 @@ class Values:
     has_loss: jax.Array  # bool: any valid token
     gradient_norm: jax.Array  # float32, over parameters that the optimizer moves
     all_gradient_norm: jax.Array  # float32, over everything that the optimizer sees
-    finite: jax.Array  # bool: no NaN or inf in loss or gradient
+    finite: jax.Array  # bool: no NaN or inf in loss, extra terms or gradient
     finite_gradient: jax.Array  # bool: no NaN or inf in any gradient, that of frozen parameters included
 
 
@@ -46,7 +46,15 @@ def read_values(reduced: Reduced) -> Values:
     for key in keys & {"grad/{stat}", "grad_frozen/{stat}"}:  # a clip spreads a frozen NaN to all parameters
         bad = bad + reduced.leaf(key, "nan").sum() + reduced.leaf(key, "inf").sum()
     finite = (jnp.isfinite(loss) | ~has_loss) & (bad == 0)
+    for key in keys:
+        if key.startswith("loss/extra/"):  # a constant term leaves the gradient as it is, but not what is optimized
+            finite &= jnp.isfinite(reduced.leaf(key, "total")[0])
     return Values(loss, has_loss, jnp.sqrt(square), jnp.sqrt(square + frozen), finite, bad == 0)
+
+
+def update_norm(reduced: Reduced) -> jax.Array:
+    """Norm of the update that was really applied, float32, 0-d."""
+    return jnp.sqrt(reduced.leaf("update/{stat}", "sum_sq")[0])
 
 
 def score(
@@ -71,6 +79,7 @@ def watch(
     plan: Plan,
     reduced: Reduced,
     values: Values,
+    update: jax.Array,
     clipped: jax.Array | None,
 ) -> tuple[MonitorState, Scalars, Counters]:
     """Updates the detectors and names what they say.
@@ -81,13 +90,13 @@ def watch(
         plan: Thresholds.
         reduced: All merged leaves of the step.
         values: Loss and gradient norm.
+        update: Norm of the update, float32, 0-d.
         clipped: Whether the clip stage shrank the gradient, or None where that is not known.
 
     Returns:
         New monitor state (loss scale untouched), scalars, counters.
     """
-    update_norm = jnp.sqrt(reduced.leaf("update/{stat}", "sum_sq")[0])
-    window, scores = score(monitor.window, plan, values, update_norm)
+    window, scores = score(monitor.window, plan, values, update)
     co_spike = update_co_spike(monitor.co_spike, scores.z[_LOSS], scores.z[_GRAD], is_co_spike(scores, plan.theta))
     scalars = {**_spike_scalars(scores), **_co_spike_scalars(scores, plan.theta, co_spike)}
     clip = monitor.clip

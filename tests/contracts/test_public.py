@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
 
@@ -40,6 +41,11 @@ def test_the_lazy_names_are_the_ones_that_type_checkers_see() -> None:
                 seen |= {alias.asname or alias.name: line.module for alias in line.names}
     assert seen == probes_jax._HOMES
     assert sorted(probes_jax.__all__) == sorted(["__version__", *seen])
+
+
+def test_the_version_is_the_one_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["version"] == probes_jax.__version__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

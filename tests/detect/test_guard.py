@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from probes_jax.detect.guard import GuardState, decide, init_guard, release, select
+from probes_jax.detect.guard import GuardState, count_outcome, decide, init_guard, release, select
 from probes_jax.spec.plan import Guard
 from probes_jax.stats.moments import summarize_magnitude
 from probes_jax.stats.partial import Split
@@ -18,7 +18,9 @@ GOOD, NAN, CO_SPIKE, EMPTY = "good", "nan", "co_spike", "empty"
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decide(guard, skip_empty, state, finite, co_spike, empty):
-    return decide(guard, state, finite=finite, co_spike=co_spike, empty=empty, skip_empty=skip_empty)
+    skip, state = decide(guard, state, finite=finite, co_spike=co_spike, empty=empty, skip_empty=skip_empty)
+    yes, no = jnp.bool_(True), jnp.bool_(False)
+    return skip, count_outcome(state, skip=skip, finite=finite, update_finite=yes, applied=yes, dropped=no)
 
 
 def _run(guard, steps, *, skip_empty=False, state=None):
@@ -126,9 +128,9 @@ def test_l078_optimizer_steps_and_attempted_steps_are_counted_apart_without_leav
         updates, new_opt = tx.update({"w": gradient}, opt_state)
         new = (optax.apply_updates(params, updates), new_opt)
         no = jnp.zeros((), bool)
-        skip, guard = decide(
-            Guard(), guard, finite=jnp.isfinite(gradient).all(), co_spike=no, empty=no, skip_empty=False
-        )
+        finite = jnp.isfinite(gradient).all()
+        skip, guard = decide(Guard(), guard, finite=finite, co_spike=no, empty=no, skip_empty=False)
+        guard = count_outcome(guard, skip=skip, finite=finite, update_finite=finite, applied=~no, dropped=no)
         return (*select(skip, (params, opt_state), new), guard), None
 
     gradients = np.ones((20, 3), np.float32)
@@ -186,6 +188,7 @@ def test_structure_is_fixed_under_scan_x64_and_strict_promotion():
     def step(state, finite):
         no = jnp.zeros((), bool)
         skip, state = decide(Guard(co_spike=True), state, finite=finite, co_spike=no, empty=no, skip_empty=True)
+        state = count_outcome(state, skip=skip, finite=finite, update_finite=finite, applied=~no, dropped=no)
         return state, skip
 
     with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):

@@ -165,7 +165,7 @@ def test_a_full_disk_breaks_no_record(tmp_path):
         def close(self):
             self.file.close()
 
-    file = record.RecordFile(str(tmp_path / "unused"))
+    file = record.RecordFile(str(tmp_path / "records"))
     file._file.close()
     file._file = disk = Disk()
     wanted = [b"a" * 50, b"b" * 50, b"c" * 50]

@@ -8,7 +8,8 @@ import pytest
 from probes_jax.host import store
 from probes_jax.host.happenings import KINDS
 from probes_jax.host.run_folder import open_run
-from probes_jax.host.store import SeriesArrays, StoreSink
+from probes_jax.host.store import SeriesArrays
+from probes_jax.host.store_sink import StoreSink
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.readings import Readings
 

@@ -1,5 +1,6 @@
 import gc
 import logging
+import math
 import pathlib
 import signal
 import subprocess
@@ -137,6 +138,25 @@ def test_record_does_not_wait_for_the_device_nor_for_a_sink():
     assert sink.steps == list(range(200))
 
 
+@pytest.mark.parametrize(("platform", "copies"), [("cpu", 0), ("gpu", 1)])
+def test_the_copy_is_left_out_where_the_report_lies_in_host_memory(platform, copies):
+    class Device:
+        pass
+
+    class Placed(DeviceBuffer):
+        def devices(self):
+            return {device}
+
+    device, sink = Device(), ListSink()
+    device.platform = platform
+    buffers = [Placed(buffer_of(step)) for step in range(3)]
+    with Recorder(sinks=[sink]) as recorder:
+        for buffer in buffers:
+            recorder.record(FakeReport(buffer, LIGHT))
+        recorder.record(report(3))  # a NumPy buffer in between is no device array
+    assert [buffer.copies for buffer in buffers] == [copies] * 3 and sink.steps == [0, 1, 2, 3]
+
+
 def test_only_the_buffer_is_kept():
     class Report:
         layout = LIGHT
@@ -253,10 +273,6 @@ def test_settings_are_checked_when_built(tmp_path):
         Recorder(tmp_path, ListSink())
     with pytest.raises(TypeError, match="first argument is the run folder.*plan="):
         Recorder(Plan())
-    with pytest.raises(ValueError, match="flush_every"):
-        Recorder(sinks=[], flush_every=0)
-    with pytest.raises(ValueError, match="queue_size"):
-        Recorder(sinks=[], queue_size=0)
     with pytest.raises(TypeError, match="write, flush and close"):
         Recorder(sinks=[object()])
     with pytest.raises(TypeError, match="MetricWriter"):
@@ -264,6 +280,45 @@ def test_settings_are_checked_when_built(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="Recorder path"):
         Recorder(tmp_path / "file" / "run", sinks=[])
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"path": ""}, "path must be a folder such as \"runs/demo\", or None, got ''"),
+        ({"path": 3}, "path must be a folder .*, got 3"),
+        ({"path": b"runs"}, "path must be a folder"),
+        ({"queue_size": 0}, "queue_size must be an integer of at least 1, got 0"),
+        ({"queue_size": 2.5}, "queue_size must be an integer .* got 2.5"),
+        ({"queue_size": True}, "queue_size"),
+        ({"flush_every": 0}, "flush_every, in seconds, must be a positive number, got 0"),
+        ({"flush_every": "a"}, "flush_every, .* got 'a'"),
+        ({"flush_every": math.nan}, "flush_every, .* got nan"),
+        ({"flush_every": None}, "flush_every"),
+        ({"patience": -1}, "patience, in seconds, must be a number of at least 0, got -1"),
+        ({"patience": math.nan}, "patience"),
+        ({"process_index": -1}, "process_index must be an integer of at least 0, got -1"),
+        ({"process_index": 0.0}, "process_index"),
+        ({"clock": 3.0}, "clock must be a function that gives seconds, got 3.0"),
+        ({"sinks": ListSink()}, r"sinks must be a list of sinks, .*write sinks=\[...\]"),
+        ({"sinks": "events"}, "sinks must be a list"),
+        ({"plan": {"theta": 6}}, "plan must be a probes_jax.Plan, got dict"),
+    ],
+)
+def test_each_setting_says_what_came_and_what_it_takes(settings, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        Recorder(**{"sinks": [], **settings})
+
+
+def test_numpy_numbers_and_infinite_waits_are_settings_too():
+    with Recorder(
+        sinks=[sink := ListSink()], queue_size=np.int64(8), flush_every=math.inf, patience=math.inf
+    ) as recorder:
+        recorder.record(report(0))
+        assert wait_for(lambda: sink.steps == [0])
+        time.sleep(0.05)  # the sink's thread now waits for the next reading, without end
+        assert recorder.flush(10.0)
+    assert recorder.health.ok
 
 
 # ---- steps ----

@@ -11,7 +11,8 @@ import pytest
 import tensorstore
 
 from probes_jax.host.run_folder import FORMAT, RunFolder, check_folder, open_run
-from probes_jax.host.store import Store, StoreSink
+from probes_jax.host.store import Store
+from probes_jax.host.store_sink import StoreSink
 from probes_jax.spec.readings import Readings
 
 

@@ -16,7 +16,8 @@ import tensorstore
 from probes_jax.host.run_folder import open_run
 from probes_jax.host.run_reader import Run
 from probes_jax.host.series_block import ABSENT_BITS, Block, block_rows, decode, encode
-from probes_jax.host.store import SeriesArrays, Store, StoreSink
+from probes_jax.host.store import SeriesArrays, Store
+from probes_jax.host.store_sink import StoreSink
 from probes_jax.spec.plan import Guard, Plan
 from probes_jax.spec.readings import Readings
 
@@ -314,7 +315,7 @@ def test_l087_rows_survive_a_killed_process(tmp_path):
     code = """
         import os, sys
         import numpy as np
-        from probes_jax.host.store import StoreSink
+        from probes_jax.host.store_sink import StoreSink
         from probes_jax.spec.readings import Readings
         sink = StoreSink(sys.argv[1])
         for step in range(38):

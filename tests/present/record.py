@@ -39,5 +39,8 @@ class FakeRun:
     def manifest(self) -> dict:
         return self._manifest
 
+    def damaged(self) -> list[str]:
+        return []
+
     def flight_step(self) -> int | None:
         return self._flight

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from probes_jax.host.store import StoreSink
+from probes_jax.host.store_sink import StoreSink
 from probes_jax.present.cli import main
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.plan import Plan

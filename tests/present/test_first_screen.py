@@ -167,12 +167,13 @@ def test_format_value(value, unit, text):
 def test_the_table_shows_every_cell():
     from rich.console import Console
 
-    run = FakeRun({"loss/mean": [2.0, math.nan], "grad/norm": [0.5]})
+    run = FakeRun({"loss/mean": [2.0, math.nan], "grad/norm": [0.5, None], "act/abs_max": ([1], [3.0])})
     out = io.StringIO()
     Console(file=out, width=120).print(signals_table(first_screen(run), title="Now"))
     lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.strip()}
     assert lines["loss/mean"] == ["loss/mean", "NaN", "nat/token", "alert", "1"]
-    assert lines["grad/norm"] == ["grad/norm", "0.5000", "ok", "0"]
+    assert lines["grad/norm"] == ["grad/norm", "0.5000", "ok", "0", "at", "step", "0"], "measured before the last step"
+    assert lines["act/abs_max"] == ["act/abs_max", "3.000", "ok", "1"]
     assert lines["logits/abs_max"] == ["logits/abs_max", "-", "no", "data", "-"]
 
 

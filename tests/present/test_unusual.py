@@ -51,8 +51,11 @@ def test_a_quiet_run_has_nothing_unusual():
         ({"data/empty_steps": [0.0, 0.0, 1.0]}, "batch without a valid token at step 2 (1 in all)"),
         ({"opt/loss_scale_drops": [0.0, 1.0, 1.0]}, "loss scale lowered at step 1 (1 in all)"),
         ({"logits/abs_max": [1.0, math.nan, 1.0]}, "NaN or infinity in logits/abs_max at step 1"),
-        ({"sys/monitor/dropped": [0.0, 3.0, 3.0]}, "records that not every file got in full (3)"),
-        ({"sys/monitor/failed": [0.0, 0.0, 2.0]}, "writes that failed (2)"),
+        (
+            {"sys/monitor/dropped": [0.0, 3.0, 3.0]},
+            "records lost in part or whole, noticed at step 1 (3 in all; the host or its disk was too slow)",
+        ),
+        ({"sys/monitor/failed": [0.0, 0.0, 2.0]}, "failed writes at step 2 (2 in all; the log says which and why)"),
         (
             {"sys/monitor/points_reported": [7.0]},
             "observed points that did not report (7 of 9 reported; report.coverage names them)",
@@ -81,7 +84,15 @@ def test_later_attempts_and_events_are_named():
     manifest = {"attempts": [{"first_step": 0, "plan": None}, {"first_step": 2, "plan": None}]}
     events = [{"step": 9, "kind": "rollback"}, {"step": 4, "kind": "rollback"}, {"step": 0, "kind": "attempt"}]
     found = [str(item) for item in find_unusual(FakeRun(QUIET, manifest, events))]
-    assert found == ["run continued, or steps done again at step 2", "rollback at steps 4, 9"]
+    assert found == ["run resumed or rolled back at step 2", "rollback at steps 4, 9"]
+    events = [{"step": 2, "kind": "attempt", "payload": {"first_step": 2, "superseded_through": 1234}}]
+    (found,) = find_unusual(FakeRun(QUIET, manifest, events))
+    assert str(found) == "run resumed or rolled back at step 2 (done again: steps 2-1,234)"
+
+
+def test_a_count_that_begins_again_after_a_resume_is_added_up():
+    (found,) = find_unusual(FakeRun(QUIET | {"data/empty_steps": [0.0, 2.0, 2.0, 0.0, 1.0]}))
+    assert str(found) == "batch without a valid token at steps 1, 4 (3 in all)"
 
 
 @pytest.mark.parametrize(

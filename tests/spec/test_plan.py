@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
 from probes_jax.spec.plan import Guard, Plan
@@ -34,11 +35,27 @@ def test_lists_are_taken_as_tuples():
         ({"window": 1}, "window"),
         ({"clip_window": 2.5}, "clip_window"),
         ({"window": 16}, "min_history .32. exceeds window .16."),
-        ({"deviation_floor": 0.0}, "deviation_floor must be positive"),
-        ({"theta": float("nan")}, "theta must be positive"),
+        ({"deviation_floor": 0.0}, "deviation_floor must be a positive number, got 0.0"),
+        ({"theta": float("nan")}, "theta must be a positive number, got nan"),
         ({"embeddings": "("}, "not a regular expression"),
         ({"exclude": ("[",)}, "not a regular expression"),
         ({"guard": True}, r"guard=Guard\(\)"),
+        ({"groups": (1, 2)}, r"groups must be a tuple of names, got \(1, 2\); write for example"),
+        ({"groups": 3}, "groups must be a tuple of names, got 3"),
+        ({"groups": {"a", "b"}}, "groups must be a tuple"),
+        ({"groups": None}, "groups must be a tuple"),
+        ({"exclude": (1,)}, "exclude must be a tuple"),
+        ({"feature_axes": (0,)}, "feature_axes must be a tuple"),
+        ({"token_axes": 1}, "token_axes must be a tuple"),
+        ({"embeddings": 3}, "embeddings must be a regular expression, got 3"),
+        ({"embeddings": None}, "embeddings must be a regular expression, got None"),
+        ({"theta": "x"}, "theta must be a positive number, got 'x'"),
+        ({"theta": True}, "theta"),
+        ({"theta": -6.0}, "theta"),
+        ({"deviation_floor": float("nan")}, "deviation_floor"),
+        ({"scan_every": 2.0}, "scan_every must be an integer"),
+        ({"min_history": "3"}, "min_history"),
+        ({"skip_empty": 1}, "skip_empty must be True or False, got 1"),
     ],
 )
 def test_a_mistake_fails_when_the_plan_is_built_and_names_itself(settings, match):
@@ -49,8 +66,27 @@ def test_a_mistake_fails_when_the_plan_is_built_and_names_itself(settings, match
 def test_a_guard_that_guards_nothing_is_refused():
     with pytest.raises(ValueError, match="guards nothing"):
         Guard(nonfinite=False)
-    with pytest.raises(ValueError, match="max_consecutive"):
-        Guard(max_consecutive=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"max_consecutive": 0}, "max_consecutive must be an integer of at least 1, got 0"),
+        ({"max_consecutive": 2.5}, "max_consecutive .* got 2.5"),
+        ({"max_consecutive": True}, "max_consecutive"),
+        ({"nonfinite": 1}, "Guard nonfinite must be True or False, got 1"),
+        ({"co_spike": None}, "Guard co_spike"),
+    ],
+)
+def test_the_settings_of_a_guard_name_themselves(settings, match):
+    with pytest.raises(ValueError, match=match):
+        Guard(**settings)
+
+
+def test_numbers_of_numpy_are_plain_numbers():
+    plan = Plan(scan_every=np.int64(50), theta=np.float32(5.0), guard=Guard(max_consecutive=np.int32(7)))
+    assert plan.fingerprint == Plan(scan_every=50, theta=5, guard=Guard(max_consecutive=7)).fingerprint
+    assert type(plan.scan_every) is int and type(plan.theta) is float
 
 
 def test_the_fingerprint_changes_with_any_setting():

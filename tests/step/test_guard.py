@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -219,3 +220,52 @@ def test_wrt_trains_a_part():
     assert set(state.module()["params"]) == {"embed", "block_0", "block_1", "head"}
     with pytest.raises(ValueError, match="selects no floating-point parameter"):
         make_state(wrt="nothing")
+
+
+@pytest.mark.parametrize("gives_in", [False, True])
+def test_an_optimizer_that_drops_bad_gradients_itself_accepts_none(gives_in):
+    """`alert/nonfinite_accepted` pages: it counts what reached the optimizer's state or the parameters, no more."""
+    tx = optax.apply_if_finite(make_tx(), max_consecutive_errors=0 if gives_in else 5)
+    good, bad = make_batch(), make_batch()
+    bad["mask"][0, 0] = np.inf
+    state, found = make_state(tx=tx, batch=good), []
+    for batch in (good, bad):
+        state, report = pj.monitored_train_step(state, batch)
+        found.append(report.scalars())
+    assert [s["alert/nonfinite_steps"] for s in found] == [0, 1]
+    assert found[1]["alert/nonfinite_accepted"] == int(gives_in)
+    assert found[1]["opt/steps_applied"] == (2 if gives_in else 1)
+    assert np.isfinite(np.asarray(state.params["head"]["kernel"])).all() != gives_in
+
+
+def test_l078_microsteps_of_the_optimizer_are_not_updates():
+    state, found = make_state(tx=optax.MultiSteps(make_tx(), 3)), []
+    for _ in range(7):
+        state, report = pj.monitored_train_step(state, make_batch())
+        found.append(report.scalars()["opt/steps_applied"])
+    assert found == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_a_constant_extra_term_that_is_not_finite_counts_as_a_bad_step():
+    """Its gradient is zero, so only the term itself tells."""
+
+    def loss_fn(model, batch, rngs):
+        nll = model(batch["tokens"])[..., 0] ** 2
+        return pj.Loss(nll=nll, extra={"router": jnp.float32(np.nan)})
+
+    for guard in (None, pj.Guard()):
+        state = make_state(loss_fn=loss_fn, plan=pj.Plan(guard=guard))
+        _, report = pj.monitored_train_step(state, make_batch())
+        found = report.scalars()
+        assert found["alert/nonfinite_steps"] == 1
+        assert found["alert/guard/skipped"] == (guard is not None)
+
+
+def test_an_empty_step_left_out_is_no_skip_of_the_guard():
+    batch = make_batch()
+    batch["mask"][:] = 0.0
+    state = make_state(plan=pj.Plan(groups=GROUPS, skip_empty=True), batch=batch)
+    _, report = pj.monitored_train_step(state, batch)
+    found = report.scalars()
+    assert (found["alert/guard/skipped"], found["alert/guard/skipped_count"], found["data/empty_steps"]) == (0, 0, 1)
+    assert found["opt/steps_applied"] == 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import probes_jax as pj
@@ -122,15 +126,46 @@ def test_logits_that_cannot_be_found_are_absent_with_a_reason():
 
 
 def test_an_optimizer_that_needs_more_is_refused_by_name():
-    import optax
+    """It runs in a loop of the user's own, which `pj.Monitor` measures."""
+    tx = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5))
+    with pytest.raises(TypeError, match=r"tx cannot be called as .*value_fn"):
+        make_state(tx=tx)
+    params = {"w": jnp.ones(3)}
+    monitor = pj.Monitor.create(tx=tx, params=params)
+    before = tx.init(params)
+    loss = lambda p: jnp.sum(p["w"] ** 2)  # noqa: E731
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, after = tx.update(gradients, before, params, value=value, grad=gradients, value_fn=loss)
+    _, report = monitor.measure(value, gradients, params, optax.apply_updates(params, updates), before, after)
+    assert report.scalars()["grad/norm"] == pytest.approx(np.sqrt(12))
 
-    with pytest.raises(TypeError, match=r"tx cannot be called as tx.update\(gradients, state, params\)"):
-        make_state(tx=optax.contrib.reduce_on_plateau())
+
+@pytest.mark.parametrize(("microbatches", "scale"), [(1, None), (1, 8.0), (2, None), (2, 8.0)])
+def test_the_optimizer_is_given_the_loss(microbatches, scale):
+    """`value=` is the loss that was optimized, extra terms included, unscaled: what reduce_on_plateau looks at."""
+
+    def loss_fn(model, batch, rngs):
+        nll = model(batch["tokens"])[..., 0] ** 2
+        return pj.Loss(nll=nll, mask=batch["mask"], extra={"z": jnp.float32(0.5)})
+
+    class Seen(NamedTuple):
+        value: jax.Array
+
+    keep = optax.GradientTransformationExtraArgs(
+        lambda params: Seen(jnp.float32(0.0)), lambda updates, state, params=None, *, value, **_: (updates, Seen(value))
+    )
+    state = make_state(
+        loss_fn=loss_fn,
+        plan=pj.Plan(),
+        tx=pj.chain(("sgd", optax.sgd(0.1)), ("seen", keep), ("plateau", optax.contrib.reduce_on_plateau())),
+        microbatches=microbatches,
+        loss_scale=scale,
+    )
+    state, report = pj.monitored_train_step(state, make_batch())
+    assert float(state.opt_state.stages[1].value) == pytest.approx(report.scalars()["loss/mean"] + 0.5, rel=1e-5)
 
 
 def test_a_model_called_inside_a_transform_needs_its_variables():
-    import jax
-
     from tests.step.small import Model
 
     def checkpointed(model, batch, rngs):

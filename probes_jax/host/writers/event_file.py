@@ -38,7 +38,8 @@ class EventFile:
     """
 
     def __init__(self, logdir: str, suffix: str, flush_seconds: float, clock: Callable[[], float] = time.time) -> None:
-        self._logdir, self._suffix, self._flush_seconds, self._clock = logdir, suffix, flush_seconds, clock
+        self._logdir = logdir if is_url(logdir) else os.path.abspath(logdir)  # the working directory may change
+        self._suffix, self._flush_seconds, self._clock = suffix, flush_seconds, clock
         self._file: RecordFile | None = None
         self._flushed = 0.0
 
@@ -81,7 +82,7 @@ class EventFile:
         """Hands what was written to the operating system.
 
         Raises:
-            FileNotFoundError: The file was deleted; the next event starts a new one.
+            FileNotFoundError: The file was deleted or moved; the next event starts a new one.
         """
         self._flushed = self._clock()
         if self._file is not None:

@@ -5,12 +5,11 @@ uint64 length | uint32 masked CRC-32C of length | data | uint32 masked CRC-32C o
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable
 from typing import Any
 
-from probes_jax.host.run_folder import is_url
+from probes_jax.host.run_folder import is_still_at, is_url
 
 _PENDING_BYTES = 4 << 20  # what is kept in memory when the file cannot be written
 
@@ -82,9 +81,11 @@ class RecordFile:
                 self._raw.flush()
             return
         assert self._file is not None
-        if os.fstat(self._file.fileno()).st_nlink == 0:
+        if not is_still_at(self.path, self._file.fileno()):
             self._file.close()
-            raise FileNotFoundError(f"event file {self.path} was deleted while it was being written")
+            raise FileNotFoundError(
+                f"event file {self.path} was deleted or moved while it was being written; a new one begins"
+            )
         while self._pending:
             done = self._file.write(self._pending) or 0
             del self._pending[:done]

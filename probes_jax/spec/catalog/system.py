@@ -34,10 +34,10 @@ METRICS = (
         "sys/monitor/dropped",
         "n_dropped",
         "count",
-        "records that a writer did not get because it was too slow or failed",
+        "records so far that were dropped unread, refused or unreadable, or that a sink got in part or not at all",
         "this process",
         "when the record is written",
-        "storage that cannot keep up",
+        "storage or a host that cannot keep up",
     ),
     _metric(
         "sys/monitor/failed",

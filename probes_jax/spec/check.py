@@ -1,0 +1,62 @@
+"""Checks of settings: each gives the value back as a plain Python one, or says which setting is wrong and how."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from typing import Any
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """A whole number of at least `least`; NumPy's too, but no bool and no float.
+
+    >>> integer("Plan window", 128, 2)
+    128
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
+
+
+def number(name: str, value: Any, *, zero: bool = False) -> float:
+    """A positive number, or also 0 with `zero`. Infinity is one, NaN is none.
+
+    >>> number("Plan theta", 6)
+    6.0
+    """
+    fits = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not fits or math.isnan(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} must be {'a number of at least 0' if zero else 'a positive number'}, got {value!r}")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """A tuple of texts, from a tuple or a list: what has no order is refused.
+
+    >>> names("Plan groups", ["code", "law"])
+    ('code', 'law')
+    """
+    if isinstance(value, str):
+        raise ValueError(f"{name} must be a tuple of names, got the string {value!r}; write ({value!r},)")
+    if not isinstance(value, tuple | list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f'{name} must be a tuple of names, got {value!r}; write for example ("code", "docs")')
+    return tuple(value)
+
+
+def pattern(name: str, value: Any) -> str:
+    """A regular expression."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a regular expression, got {value!r}; write it as a string")
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{name} is not a regular expression, got {value!r}: {error}") from None
+    return value

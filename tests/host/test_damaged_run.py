@@ -1,0 +1,114 @@
+"""A damaged file in a run's folder: named, left out, and the rest is read."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+from probes_jax.host.damage import DamagedRun
+from probes_jax.host.run_folder import open_run
+from probes_jax.host.store_sink import StoreSink
+from probes_jax.present.cli import main
+from probes_jax.spec.readings import Readings
+
+LIGHT, FULL = ("loss/mean", "grad/norm"), ("loss/mean", "act/a/rms")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twelve steps: every third in a series of its own, blocks of four rows."""
+    sink = StoreSink(tmp_path, rows=4)
+    for step in range(12):
+        names, program = (LIGHT, "light") if step % 3 else (FULL, "full")
+        sink.write(Readings(step, program, names, np.array([step, 1.0]), np.ones(2, bool)))
+    sink.close()
+    return tmp_path
+
+
+def arrays(folder, program):
+    (found,) = (folder / "series" / "000001").glob(f"{program}-*")
+    return found
+
+
+def read(run, name):
+    """Steps of a metric, and the texts of the warnings."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        steps = run.series(name)[0].tolist()
+    assert all(issubclass(warning.category, DamagedRun) for warning in said)
+    return steps, [str(warning.message) for warning in said]
+
+
+@pytest.mark.parametrize("array", ["values/c/1/0", "step/c/1", "wall_time/c/1"])
+def test_a_damaged_chunk_costs_its_block_of_one_series(folder, array):
+    chunk = arrays(folder, "light") / array
+    chunk.write_bytes(b"not a chunk")
+    run = open_run(folder)
+    steps, (said,) = read(run, "loss/mean")
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 9], "the four last rows of the light series are in the damaged block"
+    assert str(chunk) in said and "1 of its 2 blocks of steps" in said and "put the file back" in said
+    assert read(run, "loss/mean") == (steps, []), "said once"
+    assert read(run, "act/a/rms") == ([0, 3, 6, 9], [])
+    assert run.names() == ["loss/mean", "act/a/rms", "grad/norm"] and run.damaged() == [said]
+
+
+@pytest.mark.parametrize("name", ["values", "step"])
+@pytest.mark.parametrize("how", ["damage", "delete"])
+def test_a_damaged_array_costs_its_series(folder, name, how):
+    path = arrays(folder, "full") / name / "zarr.json"
+    path.write_text("{") if how == "damage" else path.unlink()
+    run = open_run(folder)
+    steps, (said,) = read(run, "loss/mean")
+    assert steps == [1, 2, 4, 5, 7, 8, 10, 11]
+    assert "series/000001/full-" in said and "the whole series" in said and str(path) in said
+    assert "tensorstore_spec" not in said
+    assert read(run, "act/a/rms") == ([], [])
+    assert [len(column) for column in run.wall_times("act/a/rms")] == [0, 0]
+    assert read(run, "grad/norm") == ([1, 2, 4, 5, 7, 8, 10, 11], [])
+    assert len(run.events()) == 1 and len(run.manifest()["series"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "lost", "left"),
+    [
+        ("series/000001/full-*", "a series", [1, 2, 4, 5, 7, 8, 10, 11]),
+        ("columns/*", "every series with these columns", None),
+        ("attempts/000001", "an attempt", list(range(12))),
+        ("events/000001/00000000", "an event", list(range(12))),
+    ],
+)
+@pytest.mark.parametrize("content", ["{", "null", "3"])
+def test_a_damaged_entry_costs_what_it_describes(folder, entry, lost, left, content):
+    path = next(folder.glob(f"entries/{entry}.json"))
+    columns = json.loads(path.read_text()).get("names")
+    path.write_text(content)
+    run = open_run(folder)
+    with pytest.warns(DamagedRun, match=lost) as said:
+        run.manifest(), run.events()
+    assert [str(path.relative_to(folder)) in str(warning.message) for warning in said] == [True]
+    if left is None:
+        left = [s for s in range(12) if (s % 3 == 0) != (columns == list(FULL))]
+    assert read(run, "loss/mean") == (left, [])
+
+
+def test_a_damaged_run_entry_says_what_to_do(folder):
+    (folder / "entries" / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r'run.json is damaged .*write {"format": 1} into it'):
+        open_run(folder)
+    (folder / "entries" / "run.json").write_text('{"format": 1}')
+    assert read(open_run(folder), "grad/norm")[0] == [1, 2, 4, 5, 7, 8, 10, 11]
+
+
+def test_the_screen_shows_the_rest_and_says_what_is_missing(folder, capsys):
+    chunk = arrays(folder, "light") / "values" / "c" / "0" / "0"
+    chunk.write_bytes(b"")
+    (folder / "flight").mkdir()
+    (folder / "flight" / "process_0.bin").write_bytes(b"something else")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["screen", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "loss/mean" in out and "What was unusual" in out
+    tail = out.split("Could not be read:\n")[1]
+    assert str(chunk) in tail and "flight/process_0.bin" in tail and tail.count("\n") == 2

@@ -1,0 +1,71 @@
+"""What `TrainState.create` refuses, before a model is initialized."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import probes_jax as pj
+from tests.step.small import VOCAB, make_batch, make_state
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"wrt": "("}, r"wrt is not a regular expression, got '\('"),
+        ({"wrt": 3}, "wrt must be a regular expression or a function"),
+        ({"tx": 3}, r"tx must be an optimizer such as optax.adam\(1e-3\) .* got 3"),
+        ({"tx": optax.adam}, "tx must be an optimizer"),
+        ({"loss_fn": 3}, r"loss_fn must be a function \(model, batch, rngs\) -> pj.Loss, got 3"),
+        ({"donate": "no"}, "donate must be True or False, got 'no'"),
+        ({"microbatches": 1.5}, "microbatches must be an integer of at least 1, got 1.5"),
+        ({"microbatches": True}, "microbatches"),
+        ({"microbatches": 0}, "microbatches"),
+        ({"plan": "full"}, "plan must be a pj.Plan, got str"),
+        ({"loss_scale": float("nan")}, "LossScale initial must be a positive number, got nan"),
+        ({"loss_scale": jax.numpy.float32(2.0)}, "loss_scale must be None, a positive number"),
+    ],
+)
+def test_a_mistake_names_itself_before_anything_is_computed(settings, match, monkeypatch):
+    monkeypatch.setattr("probes_jax.step.state.make_core", lambda *args: pytest.fail("the model was initialized"))
+    with pytest.raises((ValueError, TypeError), match=match):
+        make_state(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"dynamic": "no"}, "LossScale dynamic must be True or False, got 'no'"),
+        ({"dynamic": 1}, "LossScale dynamic"),
+        ({"factor": "2"}, "LossScale factor must be a positive number, got '2'"),
+        ({"maximum": 2.0**127}, r"LossScale maximum must be a positive number up to 2\*\*126"),
+        ({"growth_interval": True}, "LossScale growth_interval must be an integer of at least 1, got True"),
+    ],
+)
+def test_the_settings_of_a_loss_scale_name_themselves(settings, match):
+    with pytest.raises(ValueError, match=match):
+        pj.LossScale(**settings)
+
+
+def test_complex_parameters_are_refused_by_name_and_may_be_left_out():
+    class Complex(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            phase = self.param("phase", lambda key: jnp.ones((VOCAB,), jnp.complex64))
+            return nn.Dense(VOCAB, name="head")(jax.nn.one_hot(tokens, VOCAB) * jnp.abs(phase))
+
+    with pytest.raises(ValueError, match="parameter phase is complex64; only real parameters"):
+        make_state(model=Complex())
+    state = make_state(model=Complex(), wrt="head")
+    assert list(state.frozen) == ["phase"]
+
+
+def test_everything_lies_where_a_batch_on_one_device_lies():
+    device = jax.devices()[3]
+    batch = jax.device_put(make_batch(), device)
+    state, report = pj.monitored_train_step(make_state(batch=batch), batch)
+    assert {x.device for x in jax.tree.leaves(state.core)} == {device}
+    assert report.scalars()["loss/mean"] > 0

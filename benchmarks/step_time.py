@@ -36,8 +36,8 @@ def _optimizer():
     )
 
 
-def _programs(batch_size: int, length: int, config: Config) -> dict[str, Callable[[], None]]:
-    """Freshly compiled steps that keep their own state: two plain ones, light, full."""
+def make_state(batch_size: int, length: int, config: Config) -> tuple[pj.TrainState, dict[str, jax.Array]]:
+    """The state before the first step of one of the shapes, and a batch on the device."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (batch_size, length)).astype(np.int32)
     batch = {
@@ -48,7 +48,12 @@ def _programs(batch_size: int, length: int, config: Config) -> dict[str, Callabl
     }
     plan = pj.Plan(groups=("code", "docs", "law"))
     state = pj.TrainState.create(model=TransformerLM(config), tx=_optimizer(), loss_fn=loss_fn, plan=plan, batch=batch)
-    batch = jax.device_put(batch)
+    return state, jax.device_put(batch)
+
+
+def _programs(batch_size: int, length: int, config: Config) -> dict[str, Callable[[], None]]:
+    """Freshly compiled steps that keep their own state: two plain ones, light, full."""
+    state, batch = make_state(batch_size, length, config)
     runs = {}
     for name, program in (("A", "off"), ("A again", "off"), ("light", "light"), ("full", "full")):
         # A new function object, so that jit compiles it anew: one compile is one draw.

@@ -19,8 +19,6 @@ import text
 from decoder_linen import Config
 
 import probes_jax as pj
-from probes_jax.present.progress import LiveSignals
-from probes_jax.present.screen import print_screen
 from probes_jax.present.table import make_console
 
 ROWS = 8  # sequences of a batch
@@ -79,15 +77,16 @@ def main() -> None:
     describe(console, options, state, sources)
 
     batches = limited(batches, options.steps, options.minutes, console)
+    by_hand = False
     try:
-        with pj.Recorder(options.out, plan) as recorder, LiveSignals(recorder, plan, total=options.steps) as live:
+        with pj.Recorder(options.out, plan) as recorder, pj.LiveSignals(recorder, plan, total=options.steps) as live:
             for batch in pj.timed(batches):
                 state, report = pj.monitored_train_step(state, batch)
                 recorder.record(report)
                 live.update()
     except KeyboardInterrupt:
-        console.print("Stopped by hand; everything up to here is written.")
-    finish(console, options.out)
+        by_hand = True
+    finish(console, options.out, by_hand)
 
 
 def parse_options() -> argparse.Namespace:
@@ -128,13 +127,16 @@ def describe(console, options, state, sources) -> None:
     )
 
 
-def finish(console, folder: Path) -> None:
+def finish(console, folder: Path, by_hand: bool) -> None:
     try:
         run = pj.open_run(folder)
     except FileNotFoundError:
-        console.print("Nothing was recorded: no step was finished, or PROBES_JAX=off is set.")
+        stopped = "Stopped by hand. " if by_hand else ""
+        console.print(f"{stopped}Nothing was recorded: no step was finished, or PROBES_JAX=off is set.")
         return
-    print_screen(run, console, str(folder))
+    if by_hand:
+        console.print("Stopped by hand; everything up to here is written.")
+    pj.print_screen(run, console, str(folder))
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())

@@ -27,6 +27,7 @@ _HOMES = {
     "EventWriter": "probes_jax.host.writers.event",
     "Guard": "probes_jax.spec.plan",
     "GuardStopped": "probes_jax.host.recorder",
+    "LiveSignals": "probes_jax.present.progress",
     "Monitor": "probes_jax.step.own_loop",
     "Loss": "probes_jax.step.loss",
     "LossScale": "probes_jax.step.loss_scale",
@@ -42,6 +43,7 @@ _HOMES = {
     "chain": "probes_jax.observe.chain",
     "monitored_train_step": "probes_jax.step.train",
     "open_run": "probes_jax.host.run_folder",
+    "print_screen": "probes_jax.present.screen",
     "restore_state": "probes_jax.step.restore",
     "timed": "probes_jax.host.timed",
     "wrap": "probes_jax.observe.wrap",
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
     from probes_jax.observe.chain import chain as chain
     from probes_jax.observe.rngs import Rngs as Rngs
     from probes_jax.observe.wrap import wrap as wrap
+    from probes_jax.present.progress import LiveSignals as LiveSignals
+    from probes_jax.present.screen import print_screen as print_screen
     from probes_jax.spec.catalog import REGISTRY as REGISTRY
     from probes_jax.spec.metric import MetricSpec as MetricSpec
     from probes_jax.spec.metric import Priority as Priority

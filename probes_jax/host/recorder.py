@@ -16,7 +16,7 @@ import numpy as np
 from probes_jax.host import shutdown
 from probes_jax.host.backlog import Backlog, Pending
 from probes_jax.host.drain import Drain
-from probes_jax.host.health import Health
+from probes_jax.host.health import Health, log
 from probes_jax.host.outlets import Outlets
 from probes_jax.host.process import is_distributed, process_index
 from probes_jax.host.sink import Sink
@@ -56,7 +56,9 @@ class Recorder:
     folder. Several recorders in one process do not know of each other.
 
     With a guard in the plan, `record` raises `GuardStopped` once the guard has given up: at the record 16 reports after
-    the one that says so, the same on every process. For that, `record` waits while more than 16 reports are unread.
+    the one that says so, the same on every process. For that, `record` waits while more than 16 reports are unread. A
+    loop that ends before is told at the end of the context: `GuardStopped` is raised there once everything is written,
+    or logged where another exception is on its way.
 
     Args:
         path: Run folder; event files, store and flight record lie in it (`RunFolder`). None: no folder.
@@ -119,6 +121,7 @@ class Recorder:
         self._drain: Drain | None = None
         self._distributed = False  # known at the first report
         self._closed = False
+        self._gave_up = False  # GuardStopped was raised, or logged
         self._starting = threading.Lock()
 
     def record(self, report: PackedReport) -> None:
@@ -183,16 +186,38 @@ class Recorder:
         return self._drain is None or self._drain.flush(limit)
 
     def close(self) -> None:
-        """Writes what is left, closes the sinks and ends the threads. A second call does nothing."""
-        self._closed = True
-        if self._drain is not None:
-            self._drain.close()
+        """Writes what is left, closes the sinks and ends the threads. A second call does nothing.
+
+        That the guard gave up is logged here, if `record` has not raised it.
+        """
+        self._end()
+        self._say_stopped()
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._end()
+        if kind is None:
+            self._raise_stopped()
+        self._say_stopped()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._drain is not None:
+            self._drain.close()
+
+    def _raise_stopped(self) -> None:
+        stopped_at = None if self._worker is None else self._worker.stopped_at
+        if stopped_at is not None and not self._gave_up:
+            self._gave_up = True
+            raise GuardStopped(_why(stopped_at))
+
+    def _say_stopped(self) -> None:
+        stopped_at = None if self._worker is None else self._worker.stopped_at
+        if stopped_at is not None and not self._gave_up:
+            self._gave_up = True
+            log.error(_why(stopped_at))
 
     def _start(self) -> Worker:
         """At the first report JAX, if it made it, knows which process this is."""
@@ -219,11 +244,16 @@ class Recorder:
                 continue
             self._acknowledged += 1
         if stopped_at is not None:
-            raise GuardStopped(
-                f"the guard gave up at step {stopped_at}: it skipped Guard.max_consecutive updates in a row and never "
-                "accepts a bad one. Go back to a checkpoint before the trouble, with a lower learning rate or past "
-                "the data that caused it; alert/guard/... and the flight record say when it began"
-            )
+            self._gave_up = True
+            raise GuardStopped(_why(stopped_at))
+
+
+def _why(stopped_at: int) -> str:
+    return (
+        f"the guard gave up at step {stopped_at}: it skipped Guard.max_consecutive updates in a row and never "
+        "accepts a bad one. Go back to a checkpoint before the trouble, with a lower learning rate or past "
+        "the data that caused it; alert/guard/... and the flight record say when it began"
+    )
 
 
 def _parts(report: PackedReport) -> tuple[Any, Layout]:

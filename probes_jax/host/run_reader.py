@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy as np
 from probes_jax.host.damage import Damage
 from probes_jax.host.outlets import flight_path
 from probes_jax.host.read_flight import FlightStep, last_flight_step, read_flight
-from probes_jax.host.run_folder import FORMAT, RunFolder
+from probes_jax.host.run_folder import FORMAT, RunFolder, is_url
 from probes_jax.host.series_block import absent, decode
 from probes_jax.host.store import SeriesArrays, Store
 from probes_jax.spec.derive import derive
+
+_PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,19 @@ def _candidates(names: tuple[str, ...], worst: str) -> dict[str, str]:
     return {label: names[i] for _, at, labels in rules for i, label in zip(at, labels) if i < len(names)}
 
 
+def _hint(path: str, context: Any) -> str:
+    """What to open instead, where `path` is a part of a run; else empty."""
+    parent, _, name = (path if is_url(path) else os.path.abspath(path)).rstrip("/").rpartition("/")
+    if name not in _PARTS:
+        return ""
+    try:
+        Run(parent, context)
+    except (OSError, ValueError):
+        return ""
+    shown = parent if is_url(path) or os.path.isabs(path) else os.path.relpath(parent)
+    return f"it is the {name}/ of a run: open {shown!r}"
+
+
 class Run:
     """A run's folder, read-only. Every call looks at the folder anew; `open_run` makes one.
 
@@ -83,7 +99,8 @@ class Run:
         if about is None and self.flight_step() is not None:
             about = {"format": FORMAT, "created": None}
         if about is None:
-            raise FileNotFoundError(f"no run in {path!r}: it has no entries/run.json (nothing was recorded there yet)")
+            hint = _hint(path, context) or "nothing was recorded there yet"
+            raise FileNotFoundError(f"no run in {path!r}: it has no entries/run.json ({hint})")
         found = about.get("format")
         if found != FORMAT:
             raise ValueError(f"run {path!r} has format {found}, this version reads {FORMAT}; use a newer one")

@@ -45,6 +45,7 @@ class Worker:
     Attributes:
         latest: The last readings seen.
         acknowledged: One token per report that has been dealt with: the step at which the guard stopped, if it has.
+        stopped_at: The step at which the guard stopped, if it has.
         computing: Whether it waits for the device.
         finished: Whether it has handed over everything and ended.
     """
@@ -70,7 +71,7 @@ class Worker:
         self._passed_over = 0  # reports that the sinks did not get in full because the backlog was long
         self.acknowledged: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         backlog.on_lost = self._acknowledge
-        self._stopped_at: int | None = None
+        self.stopped_at: int | None = None
         self.latest: Readings | None = None
         self.recorded = 0  # written by the training thread
         self.record_seconds = 0.0  # written by the training thread
@@ -153,7 +154,7 @@ class Worker:
 
     def _acknowledge(self) -> None:
         if self._guarded:
-            self.acknowledged.put(self._stopped_at)
+            self.acknowledged.put(self.stopped_at)
 
     def _read(self, item: Pending, pressure: float) -> None:
         self.computing = True
@@ -202,8 +203,8 @@ class Worker:
             sink.put(readings)
 
     def _look_at_guard(self, readings: Readings) -> None:
-        if self._stopped_at is not None or STOPPED not in readings.names:
+        if self.stopped_at is not None or STOPPED not in readings.names:
             return
         column = readings.names.index(STOPPED)
         if readings.present[column] and readings.values[column] != 0:
-            self._stopped_at = readings.step
+            self.stopped_at = readings.step

@@ -91,9 +91,9 @@ def _metrics(chosen: argparse.Namespace) -> int:
     elif chosen.markdown:
         sys.stdout.write(reference.as_markdown(specs))
     else:
-        from probes_jax.present.table import make_console
+        from probes_jax.present.table import print_table
 
-        make_console().print(reference.as_table(specs))
+        print_table(reference.as_table(specs))
     return 0
 
 

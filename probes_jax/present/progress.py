@@ -150,15 +150,18 @@ class LiveSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is KeyboardInterrupt:
-            self._console.print("stopping, writing what is left ...")
-        if kind is None:  # the device is still at work on the last steps
-            self._recorder.flush(_LAST_STEPS)
+        by_hand = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if by_hand:
+            self._console.print("stopping, writing what is left ..." if self._updates else "stopping ...")
+        try:
+            if kind is None or by_hand:  # the device is still at work on the last steps
+                self._recorder.flush(_LAST_STEPS)
             self._signals.see(self._recorder.latest)
-        if self._console.is_terminal:
-            self._live.stop()
-        elif self._signals.step != self._said:
-            self._say()
+        finally:
+            if self._console.is_terminal:
+                self._live.stop()
+            elif self._signals.step != self._said:
+                self._say()
 
     def update(self) -> None:
         """Looks at the last readings. Call it once a step, so that a value measured every 100 steps is not missed."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from probes_jax.host.damage import DamagedRun
 from probes_jax.present.first_screen import first_screen
 from probes_jax.present.state import History
-from probes_jax.present.table import signals_table
+from probes_jax.present.table import make_console, signals_table
 from probes_jax.present.unusual import find_unusual
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def print_screen(run: History, console: Console, name: str = "RUN") -> None:
+def print_screen(run: History, console: Console | None = None, name: str = "RUN") -> None:
     """Prints the table of the signals and the list of what was unusual.
 
     After a killed job the flight record may go on past the last step of the table: then a line says so. What of the
@@ -23,9 +23,13 @@ def print_screen(run: History, console: Console, name: str = "RUN") -> None:
 
     Args:
         run: The record, from `probes_jax.open_run`.
-        console: Where to, from `make_console`.
+        console: A rich console; standard output by default.
         name: Folder or URL of the run, as it is to be shown.
+
+    Example:
+        pj.print_screen(pj.open_run("runs/demo"))
     """
+    console = make_console() if console is None else console
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedRun)  # they stand at the end
         _print(run, console, name)

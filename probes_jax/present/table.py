@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ COLOURS = {State.OK: "green", State.WATCH: "yellow", State.ALERT: "bold red", St
 _HEADINGS = ("signal", "value", "unit", "state", "since step", "where")
 _RIGHT = ("value", "since step")
 _PLAIN_WIDTH = 120
+_WIDEST = 10_000
 
 
 def show_unit(unit: str) -> str:
@@ -63,12 +65,20 @@ def make_console(width: int | None = None, record: bool = False) -> Console:
         width: Columns; by default those of the terminal.
         record: Keep what is printed, for `as_svg`.
     """
-    import sys
-
     from rich.console import Console
 
     fixed = width or (None if sys.stdout.isatty() else _PLAIN_WIDTH)
     return Console(width=fixed, record=record, highlight=False, soft_wrap=False)
+
+
+def print_table(table: Table) -> None:
+    """Prints a table on standard output; where that is no terminal, in as many columns as it needs: nothing is folded,
+    so that `grep` finds every name.
+    """
+    console = make_console()
+    if not sys.stdout.isatty():
+        console = make_console(width=console.measure(table, options=console.options.update(width=_WIDEST)).maximum)
+    console.print(table)
 
 
 def as_svg(console: Console, title: str) -> str:

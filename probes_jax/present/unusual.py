@@ -21,6 +21,7 @@ _COUNTS = (
     ("data/empty_steps", "batch without a valid token"),
     ("opt/loss_scale_drops", "loss scale lowered"),
 )
+_MOST = 6  # attempts that are named one by one
 _TOLD = {ATTEMPT, *KINDS.values()} - {"guard_stopped"}  # events of what the other rules here find in the series
 _WORST = ("logits/abs_max", "act/abs_max")  # a NaN or infinity in one of these is named
 _MONITOR = (  # running counts of the recorder, and what to look at
@@ -143,12 +144,30 @@ def _missing_steps(run: History) -> Iterator[Unusual]:
 
 
 def _attempts(run: History, manifest: dict) -> Iterator[Unusual]:
-    later = [attempt.get("first_step") for attempt in manifest.get("attempts", ())][1:]
-    begun = tuple(step for step in later if step is not None)
-    told = {e["step"]: e.get("payload", {}).get("superseded_through") for e in run.events() if e["kind"] == ATTEMPT}
-    again = [f"{step:,}-{told[step]:,}" for step in begun if told.get(step) is not None]
-    if begun:
-        yield Unusual("run resumed or rolled back", begun, f"done again: steps {', '.join(again)}" if again else "")
+    """Attempts after the first: those that went on where the run had ended, and each that went back."""
+    told = {e.get("attempt"): e.get("payload", {}).get("superseded_through") for e in run.events() if _begins(e)}
+    later = list(manifest.get("attempts", ()))[1:]
+    begun = [(entry.get("attempt"), entry["first_step"]) for entry in later if entry.get("first_step") is not None]
+    onward = [(number, step) for number, step in begun if told.get(number) is None]
+    back = [(number, step) for number, step in begun if told.get(number) is not None]
+    if onward:
+        numbers = ", ".join(str(number) for number, _ in onward[:_MOST])
+        which = f"attempt{'s' if len(onward) > 1 else ''} {numbers}{', ...' if len(onward) > _MOST else ''}"
+        yield Unusual("run resumed", tuple(step for _, step in onward), which)
+    for number, step in back[-_MOST:]:
+        yield Unusual(
+            "run started again", (step,), f"attempt {number}, in place of earlier {_span(step, told[number])}"
+        )
+    if len(back) > _MOST:
+        yield Unusual(f"run started again {len(back) - _MOST} times more, before these")
+
+
+def _begins(event: dict) -> bool:
+    return event["kind"] == ATTEMPT
+
+
+def _span(first: int, last: int) -> str:
+    return f"step {first:,}" if first == last else f"steps {first:,}-{last:,}"
 
 
 def _events(run: History) -> Iterator[Unusual]:

@@ -97,6 +97,29 @@ def test_ctrl_c_ends_cleanly_with_everything_written(linen):
     steps, _, present = open_run(folder).series("loss/mean")
     assert steps.tolist() == list(range(steps.size)) and present.all()
     assert f"First screen, step {steps[-1]}" in said and "What was unusual" in said
+    *_, last = (line for line in said.splitlines() if line.startswith("step "))
+    assert last.startswith(f"step {steps[-1] + 1}/100000"), "the last line of progress is about the step of the table"
+
+
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_recorded(tmp_path):
+    command = _command(tmp_path / "run", "--steps", "9")
+    process = subprocess.Popen(
+        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        heard = []
+        for line in process.stdout:
+            heard.append(line)
+            if "compiling the full program" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    said = "".join(heard) + rest
+    assert process.returncode == 0 and "Traceback" not in errors, said + errors
+    assert "stopping ..." in said and "Stopped by hand. Nothing was recorded" in said
+    assert "written" not in said.replace("writing", "")
 
 
 def test_every_signal_of_the_table_has_a_value(linen):

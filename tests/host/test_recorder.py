@@ -569,6 +569,48 @@ def test_guard_stop_is_raised_at_the_same_report_however_fast_the_worker_is(slow
     assert sink.steps == list(range(20 + RUN_AHEAD + 1)), "the record that raises is kept"
 
 
+def _stopped(step, at):
+    return report(step, GUARDED, alert__guard__stopped=float(step >= at))
+
+
+def test_a_loop_that_ends_soon_after_the_guard_gave_up_is_told_at_the_end():
+    sink = ListSink()
+    with pytest.raises(GuardStopped, match="at step 20"), Recorder(plan=Plan(guard=Guard()), sinks=[sink]) as recorder:
+        for step in range(25):
+            recorder.record(_stopped(step, 20))
+    assert sink.steps == list(range(25)) and sink.closed == 1, "everything is written before it is raised"
+    with Recorder(plan=Plan(guard=Guard()), sinks=[]) as recorder:
+        for step in range(25):
+            recorder.record(_stopped(step, 25))
+
+
+def test_a_recorder_that_was_given_no_plan_tells_it_too():
+    with pytest.raises(GuardStopped), Recorder(sinks=[]) as recorder:
+        recorder.record(_stopped(0, 0))
+
+
+def test_a_guard_that_gave_up_is_only_logged_beside_another_exception_and_on_close(caplog):
+    guarded = Recorder(plan=Plan(guard=Guard()), sinks=[])
+    with caplog.at_level(logging.ERROR), pytest.raises(ZeroDivisionError), guarded as recorder:
+        recorder.record(_stopped(3, 3))
+        raise ZeroDivisionError
+    assert caplog.text.count("the guard gave up at step 3") == 1
+    recorder = Recorder(plan=Plan(guard=Guard()), sinks=[])
+    recorder.record(_stopped(4, 4))
+    recorder.close()
+    recorder.close()
+    assert caplog.text.count("the guard gave up at step 4") == 1
+
+
+def test_what_record_has_raised_is_not_said_again(caplog):
+    with Recorder(plan=Plan(guard=Guard()), sinks=[]) as recorder:
+        for step in range(RUN_AHEAD):
+            recorder.record(_stopped(step, 0))
+        with pytest.raises(GuardStopped):
+            recorder.record(_stopped(RUN_AHEAD, 0))
+    assert "gave up" not in caplog.text
+
+
 def test_with_a_guard_the_loop_is_at_most_16_reports_ahead():
     ready, ahead = threading.Event(), []
 
@@ -593,7 +635,8 @@ def test_without_a_guard_nobody_waits():
     ready = threading.Event()
     with Recorder(plan=Plan(), sinks=[]) as recorder:
         for step in range(100):
-            recorder.record(FakeReport(DeviceBuffer(buffer_of(step, GUARDED), ready), GUARDED))
+            buffer = buffer_of(step, GUARDED, {"alert/guard/stopped": 0.0})
+            recorder.record(FakeReport(DeviceBuffer(buffer, ready), GUARDED))
         ready.set()
     assert recorder.health.read == 100
 

@@ -52,6 +52,25 @@ def test_metrics_as_a_table(capsys):
     assert "loss/mean" in out and "nat/token" in out and "P0" in out
 
 
+def test_metrics_through_a_pipe_have_a_line_each_so_that_grep_finds_them():
+    lines = _run("-m", "probes_jax", "metrics").stdout.splitlines()
+    for spec in REGISTRY:
+        (line,) = [line for line in lines if line.strip().split(" ")[0] == spec.name]
+        assert spec.catches in line
+
+
+def test_the_screen_of_a_part_of_a_run_names_the_run(tmp_path, capsys, monkeypatch):
+    _record(tmp_path / "run", [(2.0, 0.0)])
+    (tmp_path / "run" / "events").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for part, named in (("run/events", "run"), ("run/entries/", "run"), (str(tmp_path / "run" / "series"), "")):
+        assert main(["screen", part]) == 1
+        assert f"of a run: open {named or str(tmp_path / 'run')!r}" in capsys.readouterr().err
+    (tmp_path / "events").mkdir()
+    assert main(["screen", "events"]) == 1
+    assert "nothing was recorded there yet" in capsys.readouterr().err
+
+
 def test_an_unknown_metric_is_wrong_use(capsys):
     assert main(["metrics", "nothing/like/it"]) == 2
     assert "no metric 'nothing/like/it'" in capsys.readouterr().err

@@ -101,24 +101,42 @@ def test_plain_lines_are_few_and_the_last_step_is_said():
     ]
 
 
-def test_the_last_steps_are_waited_for_unless_an_error_ends_the_run():
-    compiling = ["compiling the full program (step 0)", "compiling the light program (step 1)"]
-    stopping = "stopping, writing what is left ..."
-    for error, expected in (
-        (None, ["step 1/9  loss/mean 2.000", "step 9/9  loss/mean 3.000"]),
-        (KeyboardInterrupt, ["step 1/9  loss/mean 2.000", stopping]),
-    ):
-        out, recorder = io.StringIO(), _Recorder()
-        try:
-            with LiveSignals(recorder, Plan(), total=9, console=Console(file=out, force_terminal=False)) as live:
-                recorder.latest = _readings(0, [2.0], ("loss/mean",))
+def _ended_by(error, steps=1):
+    """What is printed of a run of 9 steps whose last values come only when they are waited for."""
+    out, recorder = io.StringIO(), _Recorder()
+    try:
+        with LiveSignals(recorder, Plan(), total=9, console=Console(file=out, force_terminal=False)) as live:
+            for step in range(steps):
+                recorder.latest = _readings(step, [2.0], ("loss/mean",))
                 recorder.late = _readings(8, [3.0], ("loss/mean",))
                 live.update()
-                if error:
-                    raise error
-        except KeyboardInterrupt:
-            pass
-        assert out.getvalue().splitlines() == compiling + expected
+            if error:
+                raise error
+    except (KeyboardInterrupt, ZeroDivisionError):
+        pass
+    return [line for line in out.getvalue().splitlines() if not line.startswith("compiling")]
+
+
+def test_the_last_steps_are_waited_for_unless_an_error_ends_the_run():
+    first, last = "step 1/9  loss/mean 2.000", "step 9/9  loss/mean 3.000"
+    assert _ended_by(None) == [first, last]
+    assert _ended_by(KeyboardInterrupt) == [first, "stopping, writing what is left ...", last]
+    assert _ended_by(ZeroDivisionError) == [first]
+
+
+def test_stopped_before_the_first_step_nothing_is_said_to_be_written():
+    assert _ended_by(KeyboardInterrupt, steps=0) == ["stopping ..."]
+
+
+def test_a_second_interrupt_leaves_no_bar_behind():
+    class Impatient(_Recorder):
+        def flush(self, limit=60.0):
+            raise KeyboardInterrupt
+
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with pytest.raises(KeyboardInterrupt), LiveSignals(Impatient(), Plan(), total=9, console=console) as live:
+        raise KeyboardInterrupt
+    assert not live._live.is_started
 
 
 def test_an_alert_stands_in_the_plain_line():

@@ -3,11 +3,15 @@ from __future__ import annotations
 import io
 import math
 
+import numpy as np
 import pytest
 
+from probes_jax.host.run_folder import open_run
+from probes_jax.host.store_sink import StoreSink
 from probes_jax.present.screen import print_screen
 from probes_jax.present.unusual import Unusual, find_unusual, format_steps
 from probes_jax.spec.plan import Plan
+from probes_jax.spec.readings import Readings
 
 from .record import FakeRun
 
@@ -80,14 +84,52 @@ def test_thresholds_are_those_of_the_run_or_given():
     assert find_unusual(FakeRun(QUIET, manifest), Plan(theta=10.0)) == []
 
 
-def test_later_attempts_and_events_are_named():
-    manifest = {"attempts": [{"first_step": 0, "plan": None}, {"first_step": 2, "plan": None}]}
-    events = [{"step": 9, "kind": "rollback"}, {"step": 4, "kind": "rollback"}, {"step": 0, "kind": "attempt"}]
-    found = [str(item) for item in find_unusual(FakeRun(QUIET, manifest, events))]
-    assert found == ["run resumed or rolled back at step 2", "rollback at steps 4, 9"]
-    events = [{"step": 2, "kind": "attempt", "payload": {"first_step": 2, "superseded_through": 1234}}]
-    (found,) = find_unusual(FakeRun(QUIET, manifest, events))
-    assert str(found) == "run resumed or rolled back at step 2 (done again: steps 2-1,234)"
+def _attempts(*firsts):
+    return {"attempts": [{"attempt": i + 1, "first_step": first, "plan": None} for i, first in enumerate(firsts)]}
+
+
+def _begin(attempt, first, **payload):
+    return {"attempt": attempt, "step": first, "kind": "attempt", "payload": {"first_step": first, **payload}}
+
+
+def test_events_are_named_and_a_resumed_run_is():
+    events = [{"step": 9, "kind": "rollback"}, {"step": 4, "kind": "rollback"}, _begin(1, 0), _begin(2, 2)]
+    found = [str(item) for item in find_unusual(FakeRun(QUIET, _attempts(0, 2, None), events))]
+    assert found == ["run resumed at step 2 (attempt 2)", "rollback at steps 4, 9"]
+
+
+def test_each_attempt_says_for_itself_what_it_did_again():
+    """Two attempts begin with step 10: the first goes on, the second goes back."""
+    events = [_begin(1, 0), _begin(2, 10), _begin(3, 10, superseded_through=14), _begin(4, 3, superseded_through=1234)]
+    found = [str(item) for item in find_unusual(FakeRun(QUIET, _attempts(0, 10, 10, 3), events))]
+    assert found == [
+        "run resumed at step 10 (attempt 2)",
+        "run started again at step 10 (attempt 3, in place of earlier steps 10-14)",
+        "run started again at step 3 (attempt 4, in place of earlier steps 3-1,234)",
+    ]
+
+
+def test_many_attempts_are_no_long_list():
+    events = [_begin(n, 5, superseded_through=5) for n in range(2, 12)]
+    found = [str(item) for item in find_unusual(FakeRun(QUIET, _attempts(0, *[5] * 10), events))]
+    assert found[0] == "run started again at step 5 (attempt 6, in place of earlier step 5)"
+    assert found[-1] == "run started again 4 times more, before these" and len(found) == 7
+    found = [str(item) for item in find_unusual(FakeRun(QUIET, _attempts(0, *range(10, 90, 10)), []))]
+    assert found == [
+        "run resumed at steps 10, 20, 30, 40, 50, 60 and 2 more stretches (attempts 2, 3, 4, 5, 6, 7, ...)"
+    ]
+
+
+def test_a_recorded_run_that_was_resumed_and_then_rolled_back(tmp_path):
+    for first, end in ((0, 10), (10, 15), (10, 20)):
+        sink = StoreSink(tmp_path)
+        for step in range(first, end):
+            sink.write(Readings(step, "light", ("loss/mean",), np.ones(1), np.ones(1, bool)))
+        sink.close()
+    assert [str(item) for item in find_unusual(open_run(tmp_path))] == [
+        "run resumed at step 10 (attempt 2)",
+        "run started again at step 10 (attempt 3, in place of earlier steps 10-14)",
+    ]
 
 
 def test_a_count_that_begins_again_after_a_resume_is_added_up():
@@ -123,3 +165,8 @@ def test_the_screen_prints_both_parts():
         print_screen(FakeRun(series), Console(file=out, width=120))
         assert "First screen, step 2" in out.getvalue()
         assert said in out.getvalue()
+
+
+def test_the_screen_goes_to_standard_output_by_default(capsys):
+    print_screen(FakeRun(QUIET))
+    assert "First screen, step 2" in capsys.readouterr().out

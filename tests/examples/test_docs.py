@@ -1,0 +1,152 @@
+"""The code in README and docs: it is Python, the public names and arguments in it exist, and the loops run as shown."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+import textwrap
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import probes_jax as pj
+from tests.contracts.source import ROOT
+from tests.step.small import Model, loss_fn, make_batch, make_state, make_tx
+
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "metrics.md")]
+FENCED = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}.*\n|\n(?= {4}))+")
+GROUPS = ("code", "docs", "law")
+
+
+def fenced(page):
+    return FENCED.findall((ROOT / page).read_text("utf-8"))
+
+
+def parsed(page):
+    """Every block that is Python, as a tree: those fenced as such must be."""
+    text = page.read_text("utf-8")
+    trees = [ast.parse(block) for block in FENCED.findall(text)]
+    for block in INDENTED.findall(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)):
+        try:
+            trees.append(ast.parse(textwrap.dedent(block)))
+        except SyntaxError:  # a table, a command, a tree of folders
+            continue
+    return trees
+
+
+def public(node):
+    """The object behind `pj.Name` or `pj.Name.part`; None for any other expression."""
+    if isinstance(node, ast.Name) and node.id == "pj":
+        return pj
+    owner = public(node.value) if isinstance(node, ast.Attribute) else None
+    return None if owner is None else getattr(owner, node.attr)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_public_names_and_arguments_in_the_docs_exist(page):
+    for node in itertools.chain.from_iterable(ast.walk(tree) for tree in parsed(page)):
+        called = public(node.func) if isinstance(node, ast.Call) else public(node)
+        if called is None or not isinstance(node, ast.Call):
+            continue
+        known = inspect.signature(called).parameters
+        for keyword in node.keywords:
+            assert keyword.arg in known, f"{page.name}: {ast.unparse(node.func)} takes no {keyword.arg}="
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_block_of_code_ends_with_an_empty_line(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"^ {4,}\S.*\n {1,3}[A-Z]", text, re.MULTILINE)
+
+
+def context(**more):
+    """What the pages leave to the reader."""
+    params = Model().init(jax.random.key(0), make_batch()["tokens"])["params"]
+    tx = make_tx()
+    common = {"jax": jax, "optax": optax, "pj": pj, "functools": functools, "tx": tx, "loss_fn": loss_fn, "steps": 3}
+    mine = {"params": params, "opt_state": tx.init(params), "module": Model(), "key": jax.random.key(0)}
+    return common | mine | {"example": make_batch(), "batches": map(make_batch, itertools.count())} | more
+
+
+def run(code, names, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    exec(compile(code, "<docs>", "exec"), names)
+    return names
+
+
+def test_the_loop_of_the_readme_runs(tmp_path, monkeypatch):
+    (code,) = fenced("README.md")
+    names = {"TransformerLM": lambda config: Model(), "config": None, "schedule": 1e-3, "key": jax.random.key(0)}
+    run(code, names | {"batches": [make_batch(0), make_batch(1)], "example": make_batch()}, tmp_path, monkeypatch)
+    found = pj.open_run(tmp_path / "runs" / "demo")
+    assert found.series("loss/group/docs/mean")[0].tolist() == [0, 1]
+
+
+def test_the_loop_that_observes_runs(tmp_path, monkeypatch):
+    names = run(fenced("docs/own_loop.md")[0], context(), tmp_path, monkeypatch)
+    found = pj.open_run(tmp_path / "runs" / "own_loop")
+    assert found.series("loss/group/code/mean")[0].tolist() == [0, 1, 2]
+    assert names["report"].readings()[0].step == 2
+    assert found.series("act/abs_max")[0].tolist() == [0]
+
+
+def indented(page, word):
+    """The one indented block with a word in it."""
+    (code,) = [block for block in INDENTED.findall((ROOT / page).read_text("utf-8")) if word in block]
+    return textwrap.dedent(code)
+
+
+def test_the_lines_for_the_terminal_and_for_an_evaluation_run(tmp_path, monkeypatch, capsys):
+    names = context(plan=pj.Plan(groups=GROUPS), batches=[make_batch(0), make_batch(1)], steps=2)
+    names["state"] = make_state(plan=names["plan"])
+    run(indented("docs/guide.md", "pj.LiveSignals"), names, tmp_path, monkeypatch)
+    said = capsys.readouterr().out
+    assert "step 2/2  loss/mean" in said and "First screen, step 1" in said and "What was unusual" in said
+    names |= {"loss": 2.0, "held_out": [make_batch(2)], "module": type("", (), {"apply": evaluated})}
+    run(indented("docs/guide.md", "module.apply("), names, tmp_path, monkeypatch)
+    run(indented("docs/guide.md", "writer.flush()"), names, tmp_path, monkeypatch)
+    assert names["logits"][0].shape == (8, 6, 16) and list((tmp_path / "runs/demo/evaluation").iterdir())
+
+
+def evaluated(variables, tokens, train):
+    assert not train
+    return Model().apply(variables, tokens)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(16, 8, name="embed")(tokens)
+        return nn.Dense(16, name="head")(nn.BatchNorm(use_running_average=False, name="norm")(x))
+
+
+def test_the_lines_for_batch_statistics_run(tmp_path, monkeypatch):
+    variables = Normed().init(jax.random.key(0), make_batch()["tokens"])
+    names = context(
+        variables=variables, params=variables["params"], module=Normed(), batch=make_batch(), scan=True,
+        plan=pj.Plan(groups=GROUPS),
+    )  # fmt: skip
+    names = run(fenced("docs/own_loop.md")[1], names, tmp_path, monkeypatch)
+    before, after = variables["batch_stats"]["norm"]["var"], names["model_state"]["batch_stats"]["norm"]["var"]
+    assert not jnp.array_equal(before, after)
+
+
+@pytest.mark.timeout(400)
+def test_the_smallest_script_runs_and_shows_its_signals(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "minimal.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 300/300" in done.stdout and "First screen, step 299" in done.stdout
+    steps, loss, _ = pj.open_run(tmp_path / "runs" / "minimal").series("loss/mean")
+    assert steps.size == 300 and loss[-1] < loss[0] - 1.0
+    assert len((ROOT / "examples" / "minimal.py").read_text("utf-8").splitlines()) <= 45

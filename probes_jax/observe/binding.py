@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
@@ -41,6 +42,9 @@ class Captured:
         seen: Every point the trace came across, also those without a summary.
         missing: Points seen but not reported: why, and the line that mends it.
         stacks: Scanned parameter subtrees: path prefix to (layer axis, number of layers).
+        raw: Everything observed, as it came back: a pytree. `slots_like` makes of it what `bind(taps=)` takes.
+        backward: From the gradient of the slots to a summary per point, of the gradients that came by. A point whose
+            value the loss does not depend on has a summary of nothing.
     """
 
     points: dict[Point, Summary]
@@ -49,6 +53,13 @@ class Captured:
     seen: tuple[Point, ...]
     missing: dict[Point, str]
     stacks: dict[tuple[str, ...], tuple[int, int]]
+    raw: Any = ()
+    backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
+
+
+def slots_like(raw: Any) -> Any:
+    """Slots for the taps of an evaluation like the one that left `raw` behind: zeros of its structure."""
+    return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), raw)
 
 
 class Bound(abc.ABC):
@@ -103,7 +114,7 @@ class Binding(abc.ABC):
         *,
         rngs: Rngs | None = None,
         measure: Measure | None = None,
-        taps: Mapping[str, jax.Array] | None = None,
+        taps: Any = None,
     ) -> Bound:
         """Binds arrays to the model, for one evaluation of the loss function.
 
@@ -114,7 +125,8 @@ class Binding(abc.ABC):
             measure: Called on every observed float array where it is produced, also inside the body of a scan or a
                 checkpointed block; the summary leaves that body as one of its outputs. None observes nothing, and
                 the model runs as if unwrapped.
-            taps: Slots for the statistics of backward gradients, by `Point.key`. They pass through unused.
+            taps: Slots for what is measured of backward gradients, from `slots_like`. Their gradient is what
+                `Captured.backward` reads. None takes no gradient.
         """
 
     @abc.abstractmethod

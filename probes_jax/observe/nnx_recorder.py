@@ -10,21 +10,22 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from flax.nnx import tracers
 
 from probes_jax.observe.binding import Measure
-from probes_jax.observe.census import Visit
+from probes_jax.observe.census import Returned, Visit
 from probes_jax.observe.names import Path
 from probes_jax.observe.patch import Patch, patched
-from probes_jax.observe.record import Record, float_leaves
+from probes_jax.observe.record import Record, float_leaves, tapped
 
 _PATH = "_probes_jax_path"
 _SLOT = "_probes_jax_slot"
+_TAPS = "_probes_jax_taps"
 _CONTAINERS = (nnx.List, nnx.Dict)  # their attributes are their items: nothing may be added
 _BASES = (nnx.Module, nnx.Pytree, nnx.Object, *_CONTAINERS)
 
@@ -36,7 +37,17 @@ CLOSED_OVER = (
 
 
 class Slot(nnx.Variable):
-    """Where a module inside a transform leaves its records. Of our own type: no filter of the model's names it."""
+    """Where a module inside a transform leaves its records. Of our own type: no filter of the model's names it.
+
+    A second one on the module holds the slots of its taps: zeros in the structure of the records.
+    """
+
+
+class Raw(NamedTuple):
+    """What one run left behind, or the slots of the taps of such a run."""
+
+    here: tuple[Record, ...]  # from outside of every transform, in the order of the calls
+    inside: dict[Path, tuple[Record, ...]]  # from inside of one, by module
 
 
 class _Active(threading.local):
@@ -66,17 +77,18 @@ class NNXRecorder:
 
     Attributes:
         visits: Calls seen, in the order in which they returned.
-        returned: Records that came back from transforms, with the path of their module.
+        runs: What each run left behind.
         blocked: Why nothing at all can be recorded.
     """
 
-    def __init__(self, measure: Measure, taps: Mapping[str, jax.Array] | None = None) -> None:
+    def __init__(self, measure: Measure, taps: Sequence[Raw] | None = None) -> None:
         self.visits: list[Visit] = []
-        self.returned: list[tuple[Path, Record]] = []
+        self.runs: list[Raw] = []
         self.blocked: str | None = None
         self._refused: str | None = None  # why modules inside transforms have no slots
         self._measure = measure
-        self._taps = taps
+        self._taps = taps or ()  # slots of each run
+        self._here: list[Record] = []
         self._token = next(_numbers)
         self._paths: dict[int, Path] = {}
         self._frames: list[tuple[Any, str, Any, Path]] = []  # module, method, function, path; innermost last
@@ -92,6 +104,7 @@ class NNXRecorder:
         """
         modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
         self._paths = {id(module): path for path, module in modules.items()}
+        self._here = []
         previous, _active.recorder = _active.recorder, self
         try:
             with patched(_patches({type(module) for module in modules.values()})):
@@ -104,7 +117,7 @@ class NNXRecorder:
 
     def refuse(self, mark: tuple[int, int], error: Exception) -> None:
         """Drops what was recorded since `mark`: the model does not run with the marks it had."""
-        del self.visits[mark[0] :], self.returned[mark[1] :]
+        del self.visits[mark[0] :], self.runs[mark[1] :]
         text = str(error).strip().partition("\n")[0]
         self._refused = self._refused or (
             f"inside a transform that does not take a Variable more ({type(error).__name__}: {text}); move the module "
@@ -114,15 +127,21 @@ class NNXRecorder:
     @property
     def mark(self) -> tuple[int, int]:
         """How much was recorded so far."""
-        return len(self.visits), len(self.returned)
+        return len(self.visits), len(self.runs)
 
-    def placed(self) -> list[tuple[Path, Record]]:
-        """`returned`, records with layer axes knowing which module of their path was scanned.
+    def found(self, runs: Sequence[Raw]) -> tuple[list[Visit], list[Returned]]:
+        """The visits with what was measured, and what came back from transforms: `runs`, or their gradient."""
+        here = iter([record for run in runs for record in run.here])
+        visits = [v if v.record is None else dataclasses.replace(v, record=next(here)) for v in self.visits]
+        return visits, self._placed([(path, r) for run in runs for path, rs in run.inside.items() for r in rs])
+
+    def _placed(self, returned: list[tuple[Path, Record]]) -> list[Returned]:
+        """Records with layer axes, knowing which module of their path was scanned.
 
         It is the first one, and no list, below which everything came out of the scan.
         """
         single = {visit.path for visit in self.visits if visit.record is not None}
-        single |= {path for path, record in self.returned if not _layer_axes(record)}
+        single |= {path for path, record in returned if not _layer_axes(record)}
         single = {path[:depth] for path in single for depth in range(len(path) + 1)}
 
         def place(path: Path, record: Record) -> Record:
@@ -130,25 +149,31 @@ class NNXRecorder:
             position = starts[0] if starts else len(path)
             return dataclasses.replace(record, stack=(position,) * _layer_axes(record))
 
-        return [(path, place(path, record)) for path, record in self.returned]
+        return [(path, "", place(path, record)) for path, record in returned]
 
     # ---- slots
 
     def _plant(self, modules: Mapping[Path, nnx.Module], marks: Marks) -> None:
+        number = len(self.runs)
+        slots = self._taps[number].inside if number < len(self._taps) else {}
         for path, module in modules.items():
             if marks >= Marks.PATHS and not isinstance(module, _CONTAINERS):
                 setattr(module, _PATH, (self._token, path))
             if marks >= Marks.SLOTS and not isinstance(module, _CONTAINERS):
                 setattr(module, _SLOT, Slot((), hijax=False, ref=False))
+                if path in slots:
+                    setattr(module, _TAPS, Slot(slots[path], hijax=False, ref=False))
 
     def _harvest(self, modules: Mapping[Path, nnx.Module]) -> None:
+        inside: dict[Path, tuple[Record, ...]] = {}
         for path, module in modules.items():
             slot = vars(module).get(_SLOT)
-            if slot is not None:
-                self.returned += [(path, record) for record in slot.get_value()]
-            for name in (_PATH, _SLOT):
+            if slot is not None and slot.get_value():
+                inside[path] = slot.get_value()
+            for name in (_PATH, _SLOT, _TAPS):
                 if name in vars(module):
                     delattr(module, name)
+        self.runs.append(Raw(tuple(self._here), inside))
 
     # ---- calls
 
@@ -165,22 +190,34 @@ class NNXRecorder:
         finally:
             self._frames.pop()
         leaves = float_leaves(output)
-        if leaves:
-            self._observe(module, Visit(path, type(module).__name__, method, tuple(leaves)), leaves)
-        return output  # a tap on the gradient of `output` goes here
+        if not leaves:
+            return output
+        return self._observe(module, Visit(path, type(module).__name__, method, tuple(leaves)), leaves, output)
 
-    def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array]) -> None:
+    def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any) -> Any:
         here = self._trace.is_valid()
         slot = vars(module).get(_SLOT)
         reason = self.blocked or (None if here else self._reason(slot))
         if reason:
             self.visits.append(dataclasses.replace(visit, reason=reason))
-            return
+            return output
         values = {leaf: self._measure(array) for leaf, array in leaves.items()}
         record = Record(values, visit.class_name, visit.method)
-        if not here:
+        taps = self._taps_of(module, here)
+        before = len(self._here) if here else len(slot.get_value())
+        if here:
+            self._here.append(record)
+        else:
             slot.set_value((*slot.get_value(), record))
         self.visits.append(dataclasses.replace(visit, record=record if here else None))
+        return tapped(self._measure, output, record, taps[before]) if before < len(taps) else output
+
+    def _taps_of(self, module: Any, here: bool) -> Sequence[Record]:
+        """The slots of the calls outside of transforms, or of the calls of one module inside of one."""
+        if here:
+            return self._taps[len(self.runs)].here if len(self.runs) < len(self._taps) else ()
+        slots = vars(module).get(_TAPS)
+        return () if slots is None else slots.get_value()
 
     def _reason(self, slot: Any) -> str | None:
         if slot is not None and slot._can_update:

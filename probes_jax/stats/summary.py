@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from probes_jax.spec.summary import KINDS, LIMBS, Reduce
 from probes_jax.stats.exact import normalize_count
@@ -82,6 +83,16 @@ class Summary:
             jnp.zeros_like(self.sums),
             None if self.maxima is None else jnp.full_like(self.maxima, -jnp.inf),
         )
+
+    def scaled(self, factor: jax.Array) -> Summary:
+        """The summary of the same elements times a positive number (float32, 0-d)."""
+
+        def scale(x: jax.Array, reduce: Reduce) -> jax.Array:
+            power = np.array(KINDS[self.kind].powers(reduce))
+            return x * jnp.where(power == 0, 1.0, jnp.where(power == 1, factor, factor * factor))
+
+        maxima = None if self.maxima is None else scale(self.maxima, Reduce.MAX)
+        return self._with(scale(self.sums, Reduce.SUM), maxima)
 
     def carried(self) -> Summary:
         """The same with its counts carried, so that any number of further merges stays exact."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,8 +25,8 @@ from probes_jax.step.partition import Partition
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "rows", "points", "extra", "state", "aux"),
-    meta_fields=("names",),
+    data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients"),
+    meta_fields=("names", "gradient_names"),
 )
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -39,6 +40,8 @@ class Part:
         state: The model's new state.
         aux: `Loss.aux`.
         names: The point behind each of `points` (static).
+        raw: The points as the binding keeps them: the structure of the slots of taps.
+        gradients: Summaries of the backward gradients, and `gradient_names` the point behind each (static).
     """
 
     weight: jax.Array
@@ -48,6 +51,9 @@ class Part:
     state: Any
     aux: Any
     names: tuple[Point, ...]
+    raw: Any = ()
+    gradients: tuple[Summary, ...] = ()
+    gradient_names: tuple[Point, ...] = ()
 
     def merge(self, later: Part) -> Part:
         """Both parts together; the state is the later one's."""
@@ -73,6 +79,7 @@ class Notes:
     seen: tuple[Point, ...] = ()
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     stacks: dict[tuple[str, ...], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,26 +102,37 @@ class Objective:
     scan: bool
     probes: bool
 
+    @property
+    def backward(self) -> bool:
+        """Whether gradients of activations are measured."""
+        return self.scan and self.plan.backward
+
     def __call__(
-        self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes
+        self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None
     ) -> tuple[jax.Array, jax.Array, Part]:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
         size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
-        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=self._measure(size) if self.scan else None)
+        measure = self._measure(size) if self.scan else None
+        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, taps=taps)
         tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured = bound.finish()
-        notes.seen = captured.seen
+        notes.seen = tuple(point for point in captured.seen if self._is_wanted(point))
         notes.stacks = dict(captured.stacks)
-        notes.missing.update({str(point): why for point, why in captured.missing.items()})
+        notes.backward = lambda gradient: self._wanted(captured.backward(gradient))
+        notes.missing.update({str(point): why for point, why in self._wanted(captured.missing).items()})
         total, weight = self._sums(tokens)
         rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
-        return (
-            total,
-            weight,
-            Part(
-                weight, rows, tuple(captured.points.values()), extra, captured.state, tokens.aux, tuple(captured.points)
-            ),
-        )
+        points = self._wanted(captured.points)
+        names = tuple(points)
+        part = Part(weight, rows, tuple(points.values()), extra, captured.state, tokens.aux, names, captured.raw)
+        return total, weight, part
+
+    def _is_wanted(self, point: Point) -> bool:
+        return not any(re.search(pattern, str(point)) for pattern in self.plan.exclude)
+
+    def _wanted(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
+        """Without those that the plan excludes; what nobody reads is not computed."""
+        return {point: value for point, value in points.items() if self._is_wanted(point)}
 
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
         def measure(x: jax.Array) -> Summary:

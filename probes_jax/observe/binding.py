@@ -45,6 +45,7 @@ class Captured:
         raw: Everything observed, as it came back: a pytree. `slots_like` makes of it what `bind(taps=)` takes.
         backward: From the gradient of the slots to a summary per point, of the gradients that came by. A point whose
             value the loss does not depend on has a summary of nothing.
+        axes: Layer axis of each parameter of which it is known for itself.
     """
 
     points: dict[Point, Summary]
@@ -55,6 +56,7 @@ class Captured:
     stacks: dict[tuple[str, ...], tuple[int, int]]
     raw: Any = ()
     backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
+    axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
 
 
 def slots_like(raw: Any) -> Any:

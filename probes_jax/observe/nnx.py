@@ -193,13 +193,14 @@ class NNXBound(Bound):
         if self._recorder is None:
             return Captured({}, state, self._outputs, (), {}, {})
         recorder, params = self._recorder, self._binding.params
+        stacks, axes = recorder.stacks({path: leaf.variable for path, leaf in params.items()})
 
         def backward(gradient: Any) -> dict[Point, Summary]:
             return settle(*recorder.found(gradient), params, ()).points
 
         result = settle(*recorder.found(recorder.runs), params, ())
         seen, raw = tuple(result.seen), tuple(recorder.runs)
-        return Captured(result.points, state, self._outputs, seen, result.missing, {}, raw, backward)
+        return Captured(result.points, state, self._outputs, seen, result.missing, stacks, raw, backward, axes)
 
 
 def _leaf(where: tuple[Any, ...], x: Any) -> _Leaf:

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +89,7 @@ class NNXRecorder:
         self._measure = measure
         self._taps = taps or ()  # slots of each run
         self._here: list[Record] = []
+        self._layers: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
         self._token = next(_numbers)
         self._paths: dict[int, Path] = {}
         self._frames: list[tuple[Any, str, Any, Path]] = []  # module, method, function, path; innermost last
@@ -140,16 +141,35 @@ class NNXRecorder:
 
         It is the first one, and no list, below which everything came out of the scan.
         """
-        single = {visit.path for visit in self.visits if visit.record is not None}
-        single |= {path for path, record in returned if not _layer_axes(record)}
-        single = {path[:depth] for path in single for depth in range(len(path) + 1)}
+        single = {path for path, record in returned if not _layer_axes(record)}
 
         def place(path: Path, record: Record) -> Record:
-            starts = [n for n in range(1, len(path)) if path[:n] not in single and not path[n].isdecimal()]
-            position = starts[0] if starts else len(path)
-            return dataclasses.replace(record, stack=(position,) * _layer_axes(record))
+            return dataclasses.replace(record, stack=(self._scanned(path, single),) * _layer_axes(record))
 
         return [(path, "", place(path, record)) for path, record in returned]
+
+    def _scanned(self, path: Path, single: Collection[Path]) -> int:
+        """How much of the path of a module in a scan is the path of the module that is scanned."""
+        outside = {*single, *(visit.path for visit in self.visits if visit.record is not None)}
+        outside = {path[:depth] for path in outside for depth in range(len(path) + 1)}
+        starts = [n for n in range(1, len(path)) if path[:n] not in outside and not path[n].isdecimal()]
+        return starts[0] if starts else len(path)
+
+    def stacks(self, params: Mapping[Path, Any]) -> tuple[dict[Path, tuple[int, int]], dict[Path, int]]:
+        """Scanned modules with their layer axis and number of layers, and the axis of each parameter below them.
+
+        The axis is the one that a scan took away: told by the names in the metadata, else by the shapes.
+        """
+        single = {path for run in self.runs for path, records in run.inside.items() if not _layer_axes(records[0])}
+        stacks: dict[Path, tuple[int, int]] = {}
+        axes: dict[Path, int] = {}
+        for path, inside in self._layers.items():
+            whole = _axes(params[path]) if path in params else inside
+            axis = _axis_taken(whole, inside)
+            if axis is not None:
+                axes[path] = axis
+                stacks.setdefault(path[: self._scanned(path[:-1], single)], (axis, whole.shape[axis]))
+        return stacks, axes
 
     # ---- slots
 
@@ -201,6 +221,9 @@ class NNXRecorder:
         if reason:
             self.visits.append(dataclasses.replace(visit, reason=reason))
             return output
+        if not here:
+            own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+            self._layers |= {(*visit.path, name): _axes(value) for name, value in own.items()}
         values = {leaf: self._measure(array) for leaf, array in leaves.items()}
         record = Record(values, visit.class_name, visit.method)
         taps = self._taps_of(module, here)
@@ -232,6 +255,28 @@ class NNXRecorder:
             return self._paths[id(module)]
         above = self._frames[-1][-1] if self._frames else ()  # made inside the model, or inside a transform
         return (*above, type(module).__name__)
+
+
+class Axes(NamedTuple):
+    """Shape of a parameter, and the names of its axes in its metadata."""
+
+    shape: tuple[int, ...]
+    names: tuple[Any, ...]
+
+
+def _axes(variable: nnx.Param) -> Axes:
+    return Axes(variable.get_value().shape, tuple(variable.get_metadata("out_sharding", None) or ()))
+
+
+def _axis_taken(whole: Axes, layer: Axes) -> int | None:
+    """The axis of a parameter that a scan over layers took away; None where it took none."""
+
+    def without(axis: int, x: tuple[Any, ...]) -> tuple[Any, ...]:
+        return x[:axis] + x[axis + 1 :]
+
+    axes = [axis for axis in range(len(whole.shape)) if without(axis, whole.shape) == layer.shape]
+    named = [axis for axis in axes if whole.names and without(axis, whole.names) == layer.names]
+    return (named or axes or [None])[0]
 
 
 def _layer_axes(record: Record) -> int:

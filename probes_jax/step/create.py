@@ -148,7 +148,7 @@ def describe(
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
     frozen = _find_frozen(tx, core.params, runs)
     never, leaves = flatten(frozen), flatten(core.params)
-    labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks)
+    labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks, notes.axes)
     infos = {
         path: ParameterInfo(
             names=labels[path][0],

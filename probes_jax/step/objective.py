@@ -79,6 +79,7 @@ class Notes:
     seen: tuple[Point, ...] = ()
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     stacks: dict[tuple[str, ...], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
 
 
@@ -117,7 +118,7 @@ class Objective:
         tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured = bound.finish()
         notes.seen = tuple(point for point in captured.seen if self._is_wanted(point))
-        notes.stacks = dict(captured.stacks)
+        notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
         notes.backward = lambda gradient: self._wanted(captured.backward(gradient))
         notes.missing.update({str(point): why for point, why in self._wanted(captured.missing).items()})
         total, weight = self._sums(tokens)

@@ -14,6 +14,7 @@ from flax.core import tracers, unfreeze
 from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import Returned, Visit
+from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.record import Record, float_leaves, tapped
 
@@ -95,7 +96,7 @@ class LinenRecorder:
         self._frames = [_Call(root, root.scope, "", None, own=True, observed=False)]
         self._entered = 0
         try:
-            with linen_lift.carrying(self), nn.intercept_methods(self._intercept):
+            with linen_lift.carrying(self), nn.intercept_methods(self._intercept), observing(self):
                 yield
         finally:
             self._frames = frames
@@ -115,7 +116,14 @@ class LinenRecorder:
             output = call(*args, **kwargs)
         finally:
             self._frames.pop()
-        return self._observe(frame, output) if frame.observed else output
+        return self._observe(frame, output, type(frame.module).__name__, frame.method) if frame.observed else output
+
+    def take(self, path: Path, value: Any) -> Any:
+        """A value that the model names itself: below the module whose method runs."""
+        frame = next(f for f in reversed(self._frames) if isinstance(f, _Call))
+        if frame.scope.flags.get("initializing", False):
+            return value
+        return self._observe(frame, value, CLASS, "__call__", path)
 
     def _restart(self) -> None:
         """A transform that enters its body traces it anew: what an earlier trace saw does not count."""
@@ -141,24 +149,24 @@ class LinenRecorder:
         top = self._frames[-1]
         return isinstance(top, _Call) and top.module is module and top.method == method and top.function is not function
 
-    def _observe(self, frame: _Call, output: Any) -> Any:
+    def _observe(self, frame: _Call, output: Any, class_name: str, method: str, name: Path = ()) -> Any:
         leaves = float_leaves(output)
         if not leaves:
             return output
         owner, below = self._owner(frame)
-        reason = self._reason(owner)
-        name = self._variable()
-        visit = Visit((*owner.path, *below), type(frame.module).__name__, frame.method, tuple(leaves), reason, name)
+        below = (*below, *name)
+        reason, place = self._reason(owner), self._variable()
+        visit = Visit((*owner.path, *below), class_name, method, tuple(leaves), reason, place)
         if reason:
             if not self._is_repeated(visit):
                 self.visits.append(visit)
             return output
         values = {leaf: self._measure(array) for leaf, array in leaves.items()}
         record = Record(values, visit.class_name, visit.method, below)
-        before = owner.scope.get_variable(self.collection, name, ())
-        owner.scope.put_variable(self.collection, name, (*before, record))
+        before = owner.scope.get_variable(self.collection, place, ())
+        owner.scope.put_variable(self.collection, place, (*before, record))
         self.visits.append(visit)
-        slots = owner.scope.get_variable(self.slots, name, ())
+        slots = owner.scope.get_variable(self.slots, place, ())
         return tapped(self._measure, output, record, slots[len(before)]) if len(before) < len(slots) else output
 
     def _variable(self) -> str:

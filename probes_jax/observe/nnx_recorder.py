@@ -19,6 +19,7 @@ from flax.nnx import tracers
 
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import Returned, Visit
+from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.patch import Patch, patched
 from probes_jax.observe.record import Record, float_leaves, tapped
@@ -108,7 +109,7 @@ class NNXRecorder:
         self._here = []
         previous, _active.recorder = _active.recorder, self
         try:
-            with patched(_patches({type(module) for module in modules.values()})):
+            with patched(_patches({type(module) for module in modules.values()})), observing(self):
                 self._plant(modules, marks)
                 yield
         finally:
@@ -214,7 +215,15 @@ class NNXRecorder:
             return output
         return self._observe(module, Visit(path, type(module).__name__, method, tuple(leaves)), leaves, output)
 
-    def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any) -> Any:
+    def take(self, path: Path, value: Any) -> Any:
+        """A value that the model names itself: below the module whose method runs."""
+        leaves = float_leaves(value)
+        if not leaves or not self._frames:
+            return value
+        module, _, _, above = self._frames[-1]
+        return self._observe(module, Visit((*above, *path), CLASS, "__call__", tuple(leaves)), leaves, value, path)
+
+    def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any, below: Path = ()) -> Any:
         here = self._trace.is_valid()
         slot = vars(module).get(_SLOT)
         reason = self.blocked or (None if here else self._reason(slot))
@@ -225,7 +234,7 @@ class NNXRecorder:
             own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
             self._layers |= {(*visit.path, name): _axes(value) for name, value in own.items()}
         values = {leaf: self._measure(array) for leaf, array in leaves.items()}
-        record = Record(values, visit.class_name, visit.method)
+        record = Record(values, visit.class_name, visit.method, below)
         taps = self._taps_of(module, here)
         before = len(self._here) if here else len(slot.get_value())
         if here:

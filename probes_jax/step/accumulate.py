@@ -113,7 +113,7 @@ def accumulate(
         return (
             value / factor,
             gradients,
-            _with_backward(part, notes.backward(taps), None if scale is None else 1 / scale),
+            _with_backward(part, _backward(notes, taps), None if scale is None else 1 / scale),
         )
 
     parts = _split(batch, microbatches, objective.partition.shards)
@@ -121,8 +121,9 @@ def accumulate(
     slots = _slots(objective, summed, params, state, first, key)
     differentiate = jax.value_and_grad(summed, (0, 1), has_aux=True)
     shapes = jax.eval_shape(differentiate, params, slots, state, first, key)
-    sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), (shapes[0][0], shapes[1][0]))
-    carry = sums, _identity(slots), _nothing(shapes[0][1], state)
+    with objective.partition.types():
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), (shapes[0][0], shapes[1][0]))
+        carry = sums, _identity(slots), _nothing(shapes[0][1], state)
 
     def body(carry: Any, at: tuple[jax.Array, Any]) -> tuple[Any, Any]:
         index, microbatch = at
@@ -140,7 +141,7 @@ def accumulate(
     divide = jnp.where(part.weight > 0, 1.0 / (jnp.where(part.weight > 0, part.weight, 1.0) * factor), 0.0)
     gradients = jax.tree.map(lambda g, p: (g * divide).astype(p.dtype), gradients, params)
     part = dataclasses.replace(part, aux=aux)
-    return total * divide, gradients, _with_backward(part, notes.backward(taps), divide)
+    return total * divide, gradients, _with_backward(part, _backward(notes, taps), divide)
 
 
 def _slots(objective: Objective, summed: Any, params: Any, state: Any, batch: Any, key: Key) -> Any:
@@ -148,7 +149,12 @@ def _slots(objective: Objective, summed: Any, params: Any, state: Any, batch: An
     if not objective.backward:
         return ()
     _, part = jax.eval_shape(summed, params, None, state, batch, key)
-    return slots_like(part.raw)
+    with objective.partition.types():
+        return slots_like(part.raw)
+
+
+def _backward(notes: Notes, taps: Any) -> dict[Point, Summary]:
+    return notes.backward(taps) if taps else {}
 
 
 def _with_backward(part: Part, found: dict[Point, Summary], factor: jax.Array | None) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probes_jax.observe.named import LossObserver, observing
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.signals.logits import measure_logits
@@ -114,18 +116,31 @@ class Objective:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
         size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
         measure = self._measure(size) if self.scan else None
+        taps, own_taps = taps or (None, None)
         bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, taps=taps)
-        tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
-        captured = bound.finish()
-        notes.seen = tuple(point for point in captured.seen if self._is_wanted(point))
+        own = LossObserver(self._measure(size), own_taps)
+        with observing(own) if self.scan else contextlib.nullcontext():
+            tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
+        captured, result = bound.finish(), own.result()
+        notes.seen = tuple(point for point in (*captured.seen, *result.seen) if self._is_wanted(point))
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
-        notes.backward = lambda gradient: self._wanted(captured.backward(gradient))
-        notes.missing.update({str(point): why for point, why in self._wanted(captured.missing).items()})
+        notes.backward = lambda found: self._wanted({**captured.backward(found[0]), **own.backward(found[1])})
+        missing = self._wanted({**captured.missing, **result.missing})
+        notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
         rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
-        points = self._wanted(captured.points)
+        points = self._wanted({**captured.points, **result.points})
         names = tuple(points)
-        part = Part(weight, rows, tuple(points.values()), extra, captured.state, tokens.aux, names, captured.raw)
+        part = Part(
+            weight,
+            rows,
+            tuple(points.values()),
+            extra,
+            captured.state,
+            tokens.aux,
+            names,
+            (captured.raw, tuple(own.records)),
+        )
         return total, weight, part
 
     def _is_wanted(self, point: Point) -> bool:
@@ -163,6 +178,12 @@ class Objective:
             rows = summarize_where_it_lies(
                 functools.partial(measure_loss, groups=self.plan.groups), split, tokens.nll, tokens.weight, tokens.group
             )
+            uncut = {axis for group in split.dims for axis in group} - set(rows["loss"].axes)
+            if uncut:
+                notes.missing["loss/shard"] = (
+                    f"tokens of shape {tokens.nll.shape} do not divide over the mesh axes {sorted(uncut)}; use fewer "
+                    "microbatches, or more examples"
+                )
         logits, reason = find_logits(tokens, outputs)
         if logits is None:
             notes.missing["logits"] = reason

@@ -18,6 +18,7 @@ from probes_jax.step.monitor import MonitorState, init_monitor
 from probes_jax.step.objective import Notes, Objective, Part
 from probes_jax.step.pack import widen
 from probes_jax.step.partition import find_mesh, find_partition
+from probes_jax.step.program import EMPTY, enabled
 from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
@@ -103,7 +104,8 @@ class Monitor:
         s = self.settings
         if s.binding is None:
             raise ValueError("Monitor.loss needs a model: Monitor.create(model=..., loss_fn=..., batch=...)")
-        objective = Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan, probes=True)
+        on = enabled()
+        objective = Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan and on, probes=on)
         total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
         return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0), part
 
@@ -127,6 +129,8 @@ class Monitor:
             The monitor for the next step, and the report to hand to `Recorder.record`.
         """
         part = loss if isinstance(loss, Part) else _part_of_scalar(loss)
+        if not enabled():
+            return self, Report(jnp.zeros((0,), jnp.uint32), EMPTY, aux=part.aux)
         before = Core(params, {}, None, opt_state, None, self.state)
         after = before._replace(params=new_params, opt_state=new_opt_state)
         step = self.state.guard.attempted

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -93,3 +94,27 @@ def test_model_loss_fn_and_batch_belong_together():
     with pytest.raises(ValueError, match="needs a model"):
         monitor = pj.Monitor.create(tx=tx, params={"w": jax.numpy.ones(2)})
         monitor.loss({"w": jax.numpy.ones(2)}, make_batch(), jax.random.key(0))
+
+
+def test_off_measures_nothing(monkeypatch):
+    """PROBES_JAX=off: the loss and its gradient are the same, the report is empty, the monitor as it was."""
+    monkeypatch.setenv("PROBES_JAX", "off")
+    tx, batch = make_tx(), make_batch()
+    params = make_state(donate=False).params
+    plan = pj.Plan(groups=GROUPS)
+    monitor = pj.Monitor.create(tx=tx, params=params, plan=plan, model=Model(), loss_fn=loss_fn, batch=batch)
+
+    @jax.jit
+    def step(params, opt_state, monitor):
+        (loss, part), gradients = jax.value_and_grad(monitor.loss, has_aux=True)(
+            params, batch, jax.random.key(0), scan=True
+        )
+        updates, new_opt_state = tx.update(gradients, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        monitor, report = monitor.measure(part, gradients, params, new, opt_state, new_opt_state)
+        return loss, monitor, report
+
+    loss, after, report = step(params, tx.init(params), monitor)
+    assert loss == pytest.approx(float(plain_loss(params, batch)[0]), rel=1e-6)
+    assert report.scalars() == {}
+    jax.tree.map(np.testing.assert_array_equal, after.state, monitor.state)

@@ -80,8 +80,8 @@ class Partition:
         except Exception as error:
             if self.mesh is not None and type(error).__name__ == "ShardingTypeError":
                 error.add_note(
-                    f"The mesh {dict(self.mesh.shape)} has explicit axes, which this layer or loss is not made for. Give "
-                    "it out_sharding= where it has one, or make the mesh automatic: "
+                    f"The mesh {dict(self.mesh.shape)} has explicit axes, which this layer or loss is not made for. "
+                    "Give it out_sharding= where it has one, or make the mesh automatic: "
                     "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
                 )
             raise

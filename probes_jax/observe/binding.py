@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
+from probes_jax.stats.types import filled
 
 Measure = Callable[[jax.Array], Summary]
 LossFn = Callable[..., Any]  # (model, batch, rngs) -> anything
@@ -61,7 +61,7 @@ class Captured:
 
 def slots_like(raw: Any) -> Any:
     """Slots for the taps of an evaluation like the one that left `raw` behind: zeros of its structure."""
-    return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), raw)
+    return jax.tree.map(lambda x: filled(x, 0.0), raw)
 
 
 class Bound(abc.ABC):

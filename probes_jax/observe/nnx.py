@@ -73,7 +73,9 @@ class NNXBinding(Binding):
         copy = (lambda x: x) if self._take_ownership else jnp.copy
         params = _nest({path: jax.tree.map(copy, leaf.value) for path, leaf in self.params.items()})
         state = _nest({path: jax.tree.map(copy, leaf.value) for path, leaf in self.state.items()})
-        return ModelParts(params if variables is None else _check(variables, params), state)
+        if variables is not None:
+            params = jax.tree.map(copy, _check(variables, params))
+        return ModelParts(params, state)
 
     def partition_specs(self, params: Any, state: Any) -> ModelParts:
         """See `Binding.partition_specs`."""

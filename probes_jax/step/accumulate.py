@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from probes_jax.observe.binding import slots_like
 from probes_jax.observe.point import Point
-from probes_jax.stats.explicit import in_automatic_mode
 from probes_jax.stats.summary import Summary, is_summary
+from probes_jax.stats.types import filled, in_automatic_mode, types_of
 from probes_jax.step.objective import Notes, Objective, Part
 
 Key = jax.Array
@@ -97,12 +97,14 @@ def accumulate(
 
     def mean(p: Any, taps: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
         total, weight, part = objective(merge(p), s, b, k, notes, taps)
-        safe = jnp.where(weight > 0, weight, 1.0)
-        return jnp.where(weight > 0, total / safe, 0.0) * factor, part
+        some = weight != 0  # a NaN among the weights is no empty batch
+        return jnp.where(some, total / jnp.where(some, weight, 1.0), 0.0) * factor, part
 
     def summed(p: Any, taps: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
         total, _, part = objective(merge(p), s, b, k, notes, taps)
-        return total * factor, part
+        return total * (
+            factor / (notes.tokens * microbatches)
+        ), part  # a gradient of the size of the mean's, in float16
 
     if microbatches == 1:
         key = jax.random.fold_in(key, 0)
@@ -120,10 +122,9 @@ def accumulate(
     first = jax.tree.map(lambda x: x[0], parts)
     slots = _slots(objective, summed, params, state, first, key)
     differentiate = jax.value_and_grad(summed, (0, 1), has_aux=True)
-    shapes = jax.eval_shape(differentiate, params, slots, state, first, key)
-    with objective.partition.types():
-        sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), (shapes[0][0], shapes[1][0]))
-        carry = sums, _identity(slots), _nothing(shapes[0][1], state)
+    shapes = types_of(differentiate, params, slots, state, first, key)
+    sums = jax.tree.map(lambda x: filled(x, 0.0), (shapes[0][0], shapes[1][0]))
+    carry = sums, _identity(slots), _nothing(shapes[0][1], state)
 
     def body(carry: Any, at: tuple[jax.Array, Any]) -> tuple[Any, Any]:
         index, microbatch = at
@@ -138,7 +139,8 @@ def accumulate(
     ((total, gradients), taps, part), aux = jax.lax.scan(
         body, carry, (jnp.arange(microbatches, dtype=jnp.uint32), parts)
     )
-    divide = jnp.where(part.weight > 0, 1.0 / (jnp.where(part.weight > 0, part.weight, 1.0) * factor), 0.0)
+    some, factor = part.weight != 0, factor / (notes.tokens * microbatches)
+    divide = jnp.where(some, 1.0 / (jnp.where(some, part.weight, 1.0) * factor), 0.0)
     gradients = jax.tree.map(lambda g, p: (g * divide).astype(p.dtype), gradients, params)
     part = dataclasses.replace(part, aux=aux)
     return total * divide, gradients, _with_backward(part, _backward(notes, taps), divide)
@@ -148,9 +150,8 @@ def _slots(objective: Objective, summed: Any, params: Any, state: Any, batch: An
     """Zeros for the taps on activations, in the structure of what one evaluation measures; nothing without taps."""
     if not objective.backward:
         return ()
-    _, part = jax.eval_shape(summed, params, None, state, batch, key)
-    with objective.partition.types():
-        return slots_like(part.raw)
+    _, part = types_of(summed, params, None, state, batch, key)
+    return slots_like(part.raw)
 
 
 def _backward(notes: Notes, taps: Any) -> dict[Point, Summary]:
@@ -160,13 +161,13 @@ def _backward(notes: Notes, taps: Any) -> dict[Point, Summary]:
 def _with_backward(part: Part, found: dict[Point, Summary], factor: jax.Array | None) -> Part:
     """The part with the gradients of its points, unscaled and of the mean loss, as the parameters' gradients are."""
     if factor is not None:  # without a token every gradient is zero already
-        safe = jnp.where(factor > 0, factor, 1.0)
+        safe = jnp.where(factor != 0, factor, 1.0)
         found = {point: summary.scaled(safe) for point, summary in found.items()}
     return dataclasses.replace(part, raw=(), gradients=tuple(found.values()), gradient_names=tuple(found))
 
 
 def _identity(tree: Any) -> Any:
-    return jax.tree.map(lambda summary: summary.identity(), tree, is_leaf=is_summary)
+    return jax.tree.map(Summary.identity, tree, is_leaf=is_summary)
 
 
 def _nothing(shape: Part, state: Any) -> Part:

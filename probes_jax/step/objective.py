@@ -79,6 +79,7 @@ class Notes:
     """What tracing found out about the model; the same on every trace of one program."""
 
     seen: tuple[Point, ...] = ()
+    tokens: int = 1  # in one microbatch, valid or not
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     stacks: dict[tuple[str, ...], tuple[int, int]] = dataclasses.field(default_factory=dict)
     axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
@@ -122,6 +123,7 @@ class Objective:
         with observing(own) if self.scan else contextlib.nullcontext():
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
+        notes.tokens = max(tokens.nll.size, 1)
         notes.seen = tuple(point for point in (*captured.seen, *result.seen) if self._is_wanted(point))
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
         notes.backward = lambda found: self._wanted({**captured.backward(found[0]), **own.backward(found[1])})
@@ -161,11 +163,11 @@ class Objective:
         """sum(m * nll) + sum(m) * sum(extra), and sum(m); the second is a constant to the gradient."""
         if tokens.weight is None:
             return tokens.nll.astype(jnp.float32), jnp.float32(1.0)
-        losses, weights = weighted_sums(tokens.nll, tokens.weight)
-        weight = jax.lax.stop_gradient(jnp.sum(weights))
+        losses, weights = weighted_sums(tokens.nll, jax.lax.stop_gradient(tokens.weight))
+        weight = jnp.sum(weights)
         total = jnp.sum(losses)
         for value in tokens.extra.values():
-            total = total + jnp.where(weight > 0, value.astype(jnp.float32) * weight, 0.0)
+            total = total + jnp.where(weight != 0, value.astype(jnp.float32) * weight, 0.0)
         return total, weight
 
     def _rows(

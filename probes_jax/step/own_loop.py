@@ -106,7 +106,7 @@ class Monitor:
         """
         objective = self._objective(scan)
         total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
-        return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0), part
+        return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0), part
 
     def value_and_grad(
         self,
@@ -173,7 +173,7 @@ class Monitor:
 
         def run(program: str) -> tuple[MonitorState, Report]:
             items = measure_before(self.settings, program, part, gradients)
-            notes = Notes(part.names, dict(self.settings.missing))
+            notes = Notes(part.names, missing=dict(self.settings.missing))
             if part.points and not part.gradients and self.settings.plan.backward:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
             return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)

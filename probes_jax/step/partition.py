@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from probes_jax.spec.plan import Plan
-from probes_jax.stats.explicit import Dims, explicit_axes, spec_dims
 from probes_jax.stats.partial import WHOLE, Split
+from probes_jax.stats.types import Dims, spec_dims
 
 
 def find_mesh(*trees: Any) -> Mesh | None:
@@ -62,15 +62,6 @@ class Partition:
     def shards(self) -> int:
         """Number of token shards."""
         return math.prod(self.mesh.shape[axis] for group in self.token_axes for axis in group) if self.mesh else 1
-
-    def types(self) -> Any:
-        """While tracing on an explicit mesh: the context in which new arrays have the types of those they are like.
-
-        Not for the model: there it is the caller's to set a mesh or not, and some layers run without one only.
-        """
-        if self.mesh is None or not explicit_axes(self.mesh):
-            return contextlib.nullcontext()
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     @contextlib.contextmanager
     def advice(self) -> Iterator[None]:

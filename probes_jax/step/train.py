@@ -15,6 +15,8 @@ from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.state import TrainState
 
+_LAST_STEP = 2**31 - 1  # steps are counted in int32; a run that gets there goes on without counting
+
 
 def program_of(settings: Settings, step: int) -> str:
     """Which program a step runs: decided by its number alone, so the same on every process and after a resume."""
@@ -69,7 +71,8 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
     run = compiled(state.settings, program_of(state.settings, step))
     # An explicit transfer, so that a loop under jax.transfer_guard goes on.
     after, report = run(jax.device_put(np.int32(step)), state.core, batch)
-    return TrainState.from_core(np.array(step + 1, np.int32), after, state.settings), report
+    later = np.array(min(step, _LAST_STEP - 1) + 1, np.int32)
+    return TrainState.from_core(later, after, state.settings), report
 
 
 def _traced(state: TrainState, batch: Any) -> tuple[TrainState, Report]:

@@ -167,13 +167,16 @@ def test_a_caller_who_set_no_mesh():
     assert_same(alone, found)
 
 
-def test_a_mesh_with_explicit_and_automatic_axes():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("types", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_a_mesh_with_explicit_and_automatic_axes(types, microbatches):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
     batches = [make_batch(seed, batch=16) for seed in range(2)]
     _, alone = run(Model(), batches)
     with jax.set_mesh(mesh):
         placed = [place(batch, mesh, P("data")) for batch in batches]
-        _, found = run(Model(), placed, shardings=tensor_parallel)
+        rule = tensor_parallel if types[1] == AxisType.Auto else data_parallel
+        _, found = run(Model(), placed, shardings=rule, microbatches=microbatches)
     assert_same(alone, found)
 
 

@@ -42,6 +42,7 @@ _HOMES = {
     "TrainState": "probes_jax.step.state",
     "chain": "probes_jax.observe.chain",
     "monitored_train_step": "probes_jax.step.train",
+    "observe": "probes_jax.observe",
     "open_run": "probes_jax.host.run_folder",
     "print_screen": "probes_jax.present.screen",
     "restore_state": "probes_jax.step.restore",
@@ -55,7 +56,8 @@ __all__ = ["__version__", *sorted(_HOMES)]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'probes_jax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = home if _HOMES[name] == f"{__name__}.{name}" else getattr(home, name)
     globals()[name] = value
     return value
 
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from probes_jax.host.timed import timed as timed
     from probes_jax.host.writers.event import EventWriter as EventWriter
     from probes_jax.observe.chain import chain as chain
+    from probes_jax.observe.named import observe as observe
     from probes_jax.observe.rngs import Rngs as Rngs
     from probes_jax.observe.wrap import wrap as wrap
     from probes_jax.present.progress import LiveSignals as LiveSignals

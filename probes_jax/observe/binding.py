@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import jax
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
+from probes_jax.stats.types import filled
 
 Measure = Callable[[jax.Array], Summary]
 LossFn = Callable[..., Any]  # (model, batch, rngs) -> anything
@@ -41,6 +42,10 @@ class Captured:
         seen: Every point the trace came across, also those without a summary.
         missing: Points seen but not reported: why, and the line that mends it.
         stacks: Scanned parameter subtrees: path prefix to (layer axis, number of layers).
+        raw: Everything observed, as it came back: a pytree. `slots_like` makes of it what `bind(taps=)` takes.
+        backward: From the gradient of the slots to a summary per point, of the gradients that came by. A point whose
+            value the loss does not depend on has a summary of nothing.
+        axes: Layer axis of each parameter of which it is known for itself.
     """
 
     points: dict[Point, Summary]
@@ -49,6 +54,14 @@ class Captured:
     seen: tuple[Point, ...]
     missing: dict[Point, str]
     stacks: dict[tuple[str, ...], tuple[int, int]]
+    raw: Any = ()
+    backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
+    axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
+
+
+def slots_like(raw: Any) -> Any:
+    """Slots for the taps of an evaluation like the one that left `raw` behind: zeros of its structure."""
+    return jax.tree.map(lambda x: filled(x, 0.0), raw)
 
 
 class Bound(abc.ABC):
@@ -103,7 +116,7 @@ class Binding(abc.ABC):
         *,
         rngs: Rngs | None = None,
         measure: Measure | None = None,
-        taps: Mapping[str, jax.Array] | None = None,
+        taps: Any = None,
     ) -> Bound:
         """Binds arrays to the model, for one evaluation of the loss function.
 
@@ -114,7 +127,8 @@ class Binding(abc.ABC):
             measure: Called on every observed float array where it is produced, also inside the body of a scan or a
                 checkpointed block; the summary leaves that body as one of its outputs. None observes nothing, and
                 the model runs as if unwrapped.
-            taps: Slots for the statistics of backward gradients, by `Point.key`. They pass through unused.
+            taps: Slots for what is measured of backward gradients, from `slots_like`. Their gradient is what
+                `Captured.backward` reads. None takes no gradient.
         """
 
     @abc.abstractmethod

@@ -12,6 +12,7 @@ from probes_jax.observe.record import Record
 from probes_jax.stats.summary import Summary
 
 Key = tuple[Path, str, str]  # module path, class, method
+Returned = tuple[Path, str, Record]  # module path, `Visit.place`, what was measured there
 
 LOST = (
     "the value did not come back from a transform around the module; call the module outside of it, or use Flax's own "
@@ -29,6 +30,7 @@ class Visit:
         method: Name of the method.
         leaves: Paths of the float arrays in its output.
         reason: Why no value can come back, and what to do; None when one should.
+        place: Which transform it was seen in; records of different ones come back apart.
         record: The value itself where nothing stands between the module and the loss function.
     """
 
@@ -37,6 +39,7 @@ class Visit:
     method: str
     leaves: tuple[str, ...]
     reason: str | None = None
+    place: str = ""
     record: Record | None = None
 
     @property
@@ -54,23 +57,23 @@ class Result:
 
 
 def settle(
-    visits: Sequence[Visit], returned: Iterable[tuple[Path, Record]], params: Iterable[Path], stacks: Iterable[Path]
+    visits: Sequence[Visit], returned: Iterable[Returned], params: Iterable[Path], stacks: Iterable[Path]
 ) -> Result:
     """Matches the calls seen with the records that came back.
 
     Args:
         visits: Calls in the order in which they returned.
-        returned: Records with the path of the module they were found at, those of one module in call order. A
-            compiled block that is traced once and used twice returns more records than calls were seen.
+        returned: Records with where they were found, those of one module in call order. A compiled block that is
+            traced once and used twice returns more records than calls were seen.
         params: Parameter paths; they have the first word in naming.
         stacks: Scanned parameter subtrees.
     """
-    records: dict[Key, collections.deque[Record]] = {}
-    for path, record in returned:
-        path = (*path, *record.below)
-        records.setdefault((path, record.class_name, record.method), collections.deque()).append(record)
-    layers = {path[:at] for (path, _, _), found in records.items() for record in found for at in record.stack}
-    paths = [visit.path for visit in visits] + [path for path, _, _ in records]
+    records: dict[tuple[Key, str], collections.deque[Record]] = {}
+    for path, place, record in returned:
+        key = ((*path, *record.below), record.class_name, record.method)
+        records.setdefault((key, place), collections.deque()).append(record.merged())
+    layers = {key[0][:at] for (key, _), found in records.items() for record in found for at in record.layers}
+    paths = [visit.path for visit in visits] + [key[0] for key, _ in records]
     namer = _Namer(Names(params, {*stacks, *layers}, also=paths))
     result = Result()
     calls: collections.Counter[Key] = collections.Counter()
@@ -79,7 +82,7 @@ def settle(
         for leaf in visit.leaves if record is None else _in_order(visit.leaves, record):
             summary = None if record is None else record.values[leaf]
             point = namer.name(
-                Point(*key, calls[key], leaf, () if record is None else record.stack, "?"),
+                Point(*key, calls[key], leaf, () if record is None else record.layers, "?"),
                 () if summary is None else summary.stack_shape(),
             )
             result.seen.append(point)
@@ -92,17 +95,17 @@ def settle(
 
 
 def _pair(
-    visits: Iterable[Visit], records: dict[Key, collections.deque[Record]]
+    visits: Iterable[Visit], records: dict[tuple[Key, str], collections.deque[Record]]
 ) -> Iterator[tuple[Visit, Record | None]]:
     for visit in visits:
-        waiting = records.get(visit.key)
+        waiting = records.get((visit.key, visit.place))
         if visit.record is not None or visit.reason is not None or not waiting:
             yield visit, visit.record
         else:
             yield visit, waiting.popleft()
-    for (path, _, _), waiting in records.items():  # from a block traced once and used several times
+    for (key, _), waiting in records.items():  # from a block traced once and used several times
         for record in waiting:
-            yield Visit(path, record.class_name, record.method, tuple(record.values)), record
+            yield Visit(*key, tuple(record.values)), record
 
 
 def _in_order(leaves: tuple[str, ...], record: Record) -> list[str]:

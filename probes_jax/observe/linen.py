@@ -18,10 +18,12 @@ from flax.linen import module as linen_module
 from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
 from probes_jax.observe.census import settle
-from probes_jax.observe.linen_recorder import FLAG, OUTSIDE, LinenRecorder
+from probes_jax.observe.linen_recorder import FLAG, OUTSIDE, LinenRecorder, records_in
 from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
+from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
+from probes_jax.stats.summary import Summary
 
 NOT_STATE = ("intermediates", "perturbations")  # outputs of one call, never carried from step to step
 _numbers = itertools.count()
@@ -97,11 +99,11 @@ class LinenBinding(Binding):
         *,
         rngs: Rngs | None = None,
         measure: Measure | None = None,
-        taps: Mapping[str, jax.Array] | None = None,
+        taps: Any = None,
     ) -> LinenBound:
         """See `Binding.bind`."""
-        recorder = None if measure is None else LinenRecorder(f"{FLAG}_{next(_numbers)}", measure, taps)
-        return LinenBound(self, params, state, rngs, recorder)
+        recorder = None if measure is None else LinenRecorder(f"{FLAG}_{next(_numbers)}", measure)
+        return LinenBound(self, params, state, rngs, recorder, taps)
 
     def module(self, params: Any, state: Any, *, copy: bool = True) -> dict[str, Any]:
         """Variables for `module.apply`."""
@@ -113,13 +115,21 @@ class LinenBound(Bound):
     """A linen module with its variables, for one evaluation of the loss function."""
 
     def __init__(
-        self, binding: LinenBinding, params: Any, state: Any, rngs: Rngs | None, recorder: LinenRecorder | None
+        self,
+        binding: LinenBinding,
+        params: Any,
+        state: Any,
+        rngs: Rngs | None,
+        recorder: LinenRecorder | None,
+        taps: Any = None,
     ) -> None:
         self._binding = binding
         self._params = params
         self._state = dict(state)
         self._rngs = rngs
         self._recorder = recorder
+        self._taps = taps or ()  # slots of each run
+        self._raw: list[Any] = []  # our collection, as each run returned it
         self._outputs: list[Any] = []
         self._finished = False
         self._trace = tracers.current_trace()
@@ -178,10 +188,14 @@ class LinenBound(Bound):
             mutable=self._mutable(wanted, recorder if within else None, within),
             flags=self._flags(recorder),
         )
-        output, mutated = apply(self._variables(), *args, rngs=self._streams(options.get("rngs")), **kwargs)
+        variables = self._variables()
+        if recorder is not None and within and len(self._raw) < len(self._taps):
+            variables = {**variables, recorder.slots: self._taps[len(self._raw)]}
+        output, mutated = apply(variables, *args, rngs=self._streams(options.get("rngs")), **kwargs)
         mutated = unfreeze(mutated)
         if recorder is not None:
-            recorder.collect(mutated.pop(recorder.collection, {}))
+            self._raw.append(mutated.pop(recorder.collection, {}))
+            recorder.returned += records_in(jax.tree.map(lambda x: x, self._raw[-1]))
         if within:
             self._carry(mutated)
             if root:
@@ -237,8 +251,17 @@ class LinenBound(Bound):
             return Captured({}, self._state, self._outputs, (), {}, {})
         leaves = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self._params)}
         stacks = _stacks(self._recorder.stacks, leaves)
-        result = settle(self._recorder.visits, self._recorder.returned, leaves, stacks)
-        return Captured(result.points, self._state, self._outputs, tuple(result.seen), result.missing, stacks)
+        visits = self._recorder.visits
+
+        def backward(gradient: Any) -> dict[Point, Summary]:
+            found = [item for run in gradient for item in records_in(jax.tree.map(lambda x: x, run))]
+            return settle(visits, found, leaves, stacks).points
+
+        result = settle(visits, self._recorder.returned, leaves, stacks)
+        seen = tuple(result.seen)
+        return Captured(
+            result.points, self._state, self._outputs, seen, result.missing, stacks, tuple(self._raw), backward
+        )
 
 
 class _Initializing(LinenBound):

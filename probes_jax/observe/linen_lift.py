@@ -29,6 +29,7 @@ class Carrier(Protocol):
     """Whoever observes: owns a collection, and is told when a transform is entered."""
 
     collection: str
+    slots: str
 
     def owns(self, scopes: list[Any]) -> bool:
         """Whether all scopes belong to the model that is observed."""
@@ -63,9 +64,9 @@ def _make_split(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def split_in_out_axes(xs: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
         in_axes, out_axes = original(xs)
-        if _active.carriers:
-            _active.axes = in_axes
-            out_axes = {_active.carriers[-1].collection: 0, **out_axes}  # first: a later filter may match it too
+        if _active.carriers:  # first: a later filter may match ours too
+            _active.axes = in_axes = {_active.carriers[-1].slots: 0, **in_axes}
+            out_axes = {_active.carriers[-1].collection: 0, **out_axes}
         return in_axes, out_axes
 
     return split_in_out_axes
@@ -81,7 +82,7 @@ def _make_pack(original: Callable[..., Any]) -> Callable[..., Any]:
         carrier = _active.carriers[-1]
         ins, outs = list(in_variable_filters), list(out_variable_filters)
         axis = _params_axis(ins, len(ins) - len(_active.axes or ())) if name in PER_LAYER else None
-        _set_filters(name, carrier.collection, ins, outs)
+        _set_filters(name, carrier, ins, outs)
         plain = original(fn, tuple(ins), tuple(outs), rng_filters, name=name, **options)
 
         @functools.wraps(plain)
@@ -106,14 +107,17 @@ def _params_axis(ins: list[Any], groups_from: int) -> int | None:
     return None
 
 
-def _set_filters(name: str, collection: str, ins: list[Any], outs: list[Any]) -> None:
-    """Lets the collection out of the transform (`CARRIED`), or keeps it from being written inside (`REFUSED`)."""
+def _set_filters(name: str, carrier: Carrier, ins: list[Any], outs: list[Any]) -> None:
+    """Lets slots into the transform and records out of it (`CARRIED`), or neither (`REFUSED`)."""
 
     def without(filters: list[Any]) -> list[Any]:
-        return [subtract_filters(f, collection) if in_filter(f, collection) else f for f in filters]
+        for ours in (carrier.collection, carrier.slots):
+            filters = [subtract_filters(f, ours) if in_filter(f, ours) else f for f in filters]
+        return filters
 
     if name == "remat":
-        outs[:] = [union_filters(outs[0], collection), *outs[1:]]
+        ins[:] = [union_filters(ins[0], carrier.slots), *ins[1:]]
+        outs[:] = [union_filters(outs[0], carrier.collection), *outs[1:]]
     elif name == "scan":  # neither a broadcast nor a carry: its axis was added where axes are split
         ins[:2], outs[:2] = without(ins[:2]), without(outs[:2])
     elif name in REFUSED:

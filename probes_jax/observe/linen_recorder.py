@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
-import jax
 from flax.core import tracers, unfreeze
 
 from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
-from probes_jax.observe.census import Visit
+from probes_jax.observe.census import Returned, Visit
+from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
-from probes_jax.observe.record import Record, float_leaves
+from probes_jax.observe.record import Record, float_leaves, tapped
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
-_RECORDS = "="  # the variable that holds a module's records; no module can have this name
+_RECORDS = "="  # how the variables that hold a module's records begin; no module can have such a name
+
+Places = dict[tuple[Path, str], tuple[Record, ...]]  # module path and variable to records
 
 RAW = (
     "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan); use nn.remat, nn.vmap or "
@@ -59,6 +61,8 @@ class _Lift:
     myself: Path | None  # path of the module that lifts a function of itself
     axis: int | None
     mark: int  # number of visits when it was entered
+    variable: str  # what records made inside are kept in
+    inner: int = 0  # transforms entered in the present trace of its body
 
 
 class LinenRecorder:
@@ -67,36 +71,35 @@ class LinenRecorder:
     Attributes:
         collection: Name of our variable collection, unique to this evaluation, because `nn.jit` keeps what it traced
             by the names of the mutable collections.
+        slots: Name of the collection that holds the slots of taps: zeros in the structure of the records.
         visits: Calls seen, in the order in which they returned.
-        returned: Records that came back, with the path of the module they were found at.
+        returned: Records that came back, with the module and the transform they were found at.
         stacks: Paths of scanned scopes, with the layer axis of their parameters; a path that ends in `None` stands
             for each of the module's children.
     """
 
-    def __init__(self, collection: str, measure: Measure, taps: Mapping[str, jax.Array] | None = None) -> None:
+    def __init__(self, collection: str, measure: Measure) -> None:
         self.collection = collection
+        self.slots = collection + "_slots"
         self.visits: list[Visit] = []
-        self.returned: list[tuple[Path, Record]] = []
+        self.returned: list[Returned] = []
         self.stacks: dict[tuple[str | None, ...], int] = {}
         self.blocked: str | None = None  # why nothing at all can be recorded
         self._measure = measure
-        self._taps = taps
         self._frames: list[_Call | _Lift] = []  # innermost last; the first is the root
+        self._entered = 0  # transforms entered outside of any other
 
     @contextlib.contextmanager
     def recording(self, root: nn.Module) -> Iterator[None]:
         """Intercepts method calls and lifted transforms while the block runs."""
         frames = self._frames
         self._frames = [_Call(root, root.scope, "", None, own=True, observed=False)]
+        self._entered = 0
         try:
-            with linen_lift.carrying(self), nn.intercept_methods(self._intercept):
+            with linen_lift.carrying(self), nn.intercept_methods(self._intercept), observing(self):
                 yield
         finally:
             self._frames = frames
-
-    def collect(self, tree: Any) -> None:
-        """Takes the records out of our collection as the model returned it."""
-        self.returned += [(path, record) for path, records in _take(unfreeze(tree)).items() for record in records]
 
     # ---- calls
 
@@ -113,13 +116,21 @@ class LinenRecorder:
             output = call(*args, **kwargs)
         finally:
             self._frames.pop()
-        return self._observe(frame, output) if frame.observed else output
+        return self._observe(frame, output, type(frame.module).__name__, frame.method) if frame.observed else output
+
+    def take(self, path: Path, value: Any) -> Any:
+        """A value that the model names itself: below the module whose method runs."""
+        frame = next(f for f in reversed(self._frames) if isinstance(f, _Call))
+        if frame.scope.flags.get("initializing", False):
+            return value
+        return self._observe(frame, value, CLASS, "__call__", path)
 
     def _restart(self) -> None:
         """A transform that enters its body traces it anew: what an earlier trace saw does not count."""
         top = self._frames[-1]
         if isinstance(top, _Lift) and top.name in linen_lift.CARRIED:
             del self.visits[top.mark :]
+            top.inner = 0
 
     def _frame(self, context: nn.module.InterceptorContext, scope: Any) -> _Call:
         module, method = context.module, context.method_name
@@ -138,23 +149,37 @@ class LinenRecorder:
         top = self._frames[-1]
         return isinstance(top, _Call) and top.module is module and top.method == method and top.function is not function
 
-    def _observe(self, frame: _Call, output: Any) -> Any:
+    def _observe(self, frame: _Call, output: Any, class_name: str, method: str, name: Path = ()) -> Any:
         leaves = float_leaves(output)
         if not leaves:
             return output
         owner, below = self._owner(frame)
-        reason = self._reason(owner)
-        visit = Visit((*owner.path, *below), type(frame.module).__name__, frame.method, tuple(leaves), reason)
+        below = (*below, *name)
+        reason, place = self._reason(owner), self._variable()
+        visit = Visit((*owner.path, *below), class_name, method, tuple(leaves), reason, place)
         if reason:
             if not self._is_repeated(visit):
                 self.visits.append(visit)
             return output
         values = {leaf: self._measure(array) for leaf, array in leaves.items()}
         record = Record(values, visit.class_name, visit.method, below)
-        before = owner.scope.get_variable(self.collection, _RECORDS, ())
-        owner.scope.put_variable(self.collection, _RECORDS, (*before, record))
+        before = owner.scope.get_variable(self.collection, place, ())
+        owner.scope.put_variable(self.collection, place, (*before, record))
         self.visits.append(visit)
-        return output  # a tap on the gradient of `output` goes here
+        slots = owner.scope.get_variable(self.slots, place, ())
+        return tapped(self._measure, output, record, slots[len(before)]) if len(before) < len(slots) else output
+
+    def _variable(self) -> str:
+        """Where records of this place go: scans and other transforms each have a variable of their own.
+
+        Records of one transform have axes that others do not have, and so have the slots of their taps.
+        """
+        lift = self._innermost()
+        return lift.variable if lift else _RECORDS
+
+    def _innermost(self) -> _Lift | None:
+        carried = (f for f in reversed(self._frames) if isinstance(f, _Lift) and f.name in linen_lift.CARRIED)
+        return next(carried, None)
 
     def _owner(self, frame: _Call) -> tuple[_Call, Path]:
         """The call whose module holds the record: the call itself, or the one that called a nested `apply`."""
@@ -195,37 +220,54 @@ class LinenRecorder:
         self._restart()
         paths = tuple(tuple(scope.path) for scope in scopes)
         caller = next((f.path for f in reversed(self._frames) if isinstance(f, _Call)), None)
-        frame = _Lift(name, paths, caller if caller in paths else None, axis, len(self.visits))
+        frame = _Lift(name, paths, caller if caller in paths else None, axis, len(self.visits), self._enter(name))
         roots = list({id(scope.root): scope.root for scope in scopes}.values())
-        before = [_take(self._tree(root)) for root in roots] if name in linen_lift.CARRIED else []
+        roots = roots if name in linen_lift.CARRIED else []
+        before = [_take(root._variables.get(self.collection, {})) for root in roots]
+        slots = [scope._collection(self.slots) for scope in scopes] if roots else []
         self._frames.append(frame)
         try:
+            for scope, there in zip(scopes, slots):
+                scope._variables[self.slots] = _of_transform(there, frame.variable)
             yield
         finally:
             self._frames.pop()
+            for scope, there in zip(scopes, slots):
+                scope._variables[self.slots] = there
         for root, earlier in zip(roots, before):
             self._merge(root, earlier, frame)
         if name in linen_lift.PER_LAYER and axis is not None:
             self.stacks |= {(*path, None) if path == frame.myself else path: axis for path in paths}
 
-    def _tree(self, root: Any) -> Any:
-        return root._variables.get(self.collection, {})
+    def _enter(self, name: str) -> str:
+        """The variable of a transform that is entered: numbered in the order of the trace, so the same every time."""
+        if name not in linen_lift.CARRIED:
+            return _RECORDS
+        outer = self._innermost()
+        if outer is None:
+            self._entered += 1
+            return f"{_RECORDS}{self._entered}"
+        outer.inner += 1
+        return f"{outer.variable}.{outer.inner}"
 
-    def _merge(self, root: Any, earlier: dict[Path, tuple[Record, ...]], frame: _Lift) -> None:
+    def _merge(self, root: Any, earlier: Places, frame: _Lift) -> None:
         """Puts the records of one transform behind those that were there before it."""
-        later = _take(self._tree(root))
-        for path in {**earlier, **later}:
-            records = tuple(self._after(frame, (*root.path, *path), record) for record in later.get(path, ()))
-            node = root._mutable_collection(self.collection)
-            for element in path:
-                node = node.setdefault(element, {})
-            node[_RECORDS] = (*earlier.get(path, ()), *records)
+        later = _take(root._variables.get(self.collection, {}))
+        together = {
+            place: (
+                *earlier.get(place, ()),
+                *(self._after(frame, (*root.path, *place[0]), record) for record in later.get(place, ())),
+            )
+            for place in {**earlier, **later}
+        }
+        if together:
+            _put(root._mutable_collection(self.collection), together)
 
     def _after(self, frame: _Lift, path: Path, record: Record) -> Record:
         if frame.name not in linen_lift.PER_LAYER:
             return record
         if frame.axis is None:  # the same parameters in every iteration: time steps, or examples
-            return record.collapsed()
+            return record.repeated()
         path = (*path, *record.below)
         lifted = max((p for p in frame.paths if path[: len(p)] == p), key=len, default=path)
         return record.stacked(len(lifted) + (lifted == frame.myself and len(path) > len(lifted)))
@@ -237,13 +279,36 @@ def _is_method(cls: type, name: str, function: Any) -> bool:
     return any(inspect.unwrap(base.__dict__[name]) is target for base in cls.__mro__ if name in base.__dict__)
 
 
-def _take(tree: Any, path: Path = ()) -> dict[Path, tuple[Record, ...]]:
+def records_in(tree: Any) -> list[Returned]:
+    """The records in our collection as a model returned it, those of one module and place in call order."""
+    return [(*place, record) for place, records in _take(unfreeze(tree)).items() for record in records]
+
+
+def _take(tree: Any, path: Path = ()) -> Places:
     """Removes all records from a tree of variables, leaving its dictionaries as they are."""
-    found: dict[Path, tuple[Record, ...]] = {}
+    found: Places = {}
     if isinstance(tree, dict):
-        records = tree.pop(_RECORDS, None)
-        if records:
-            found[path] = records
+        found |= {(path, name): tree.pop(name) for name in list(tree) if name.startswith(_RECORDS)}
         for name, child in tree.items():
             found |= _take(child, (*path, name))
     return found
+
+
+def _of_transform(slots: Any, variable: str) -> dict[str, Any]:
+    """The slots of one transform and of those inside it: only they have its axes."""
+    kept = {}
+    for name, value in slots.items():
+        if not name.startswith(_RECORDS):
+            kept[name] = _of_transform(value, variable)
+        elif name == variable or name.startswith(f"{variable}."):
+            kept[name] = value
+    return kept
+
+
+def _put(tree: Any, places: Places) -> None:
+    """Puts records where `_take` found them."""
+    for (path, name), records in places.items():
+        node = tree
+        for element in path:
+            node = node.setdefault(element, {})
+        node[name] = records

@@ -149,7 +149,7 @@ def expand(name: str, index: Sequence[int]) -> str:
 
 
 def param_labels(
-    path: Path, shape: Sequence[int], stacks: Stacks, names: Names | None = None
+    path: Path, shape: Sequence[int], stacks: Stacks, names: Names | None = None, axis: int | None = None
 ) -> tuple[tuple[str, ...], int | None]:
     """Names of one parameter: one per layer where it belongs to a scanned stack.
 
@@ -158,6 +158,7 @@ def param_labels(
         shape: Its shape.
         stacks: Scanned parameter subtrees. Where they are nested, the outermost has the rows.
         names: Names of the whole model; without it, siblings are not looked at.
+        axis: The layer axis of this parameter where it is not the one of the whole subtree.
 
     Returns:
         The names, and the axis to unstack (None: a single name).
@@ -168,22 +169,23 @@ def param_labels(
     """
     names = names or Names([path], stacks)
     for depth in range(len(path) + 1):
-        axis, length = stacks.get(path[:depth], (0, -1))
-        if length >= 0 and -len(shape) <= axis < len(shape) and shape[axis] == length:
+        common, length = stacks.get(path[:depth], (0, -1))
+        at = common if axis is None else axis
+        if length >= 0 and -len(shape) <= at < len(shape) and shape[at] == length:
             name = names.path(path, (depth,))
-            return tuple(expand(name, (layer,)) for layer in range(length)), axis % len(shape)
+            return tuple(expand(name, (layer,)) for layer in range(length)), at % len(shape)
     return (names.path(path),), None
 
 
 def label_params(
-    shapes: Mapping[Path, Sequence[int]], stacks: Stacks
+    shapes: Mapping[Path, Sequence[int]], stacks: Stacks, axes: Mapping[Path, int] | None = None
 ) -> dict[Path, tuple[tuple[str, ...], int | None]]:
     """`param_labels` of every parameter of a model, unique over all of them."""
     names = Names(shapes, stacks)
     labels: dict[Path, tuple[tuple[str, ...], int | None]] = {}
     taken: set[str] = set()
     for path, shape in shapes.items():
-        own, axis = param_labels(path, shape, stacks, names)
+        own, axis = param_labels(path, shape, stacks, names, (axes or {}).get(path))
         suffix, count = "", 1
         while any(label + suffix in taken for label in own):
             count += 1

@@ -18,7 +18,9 @@ from probes_jax.observe.census import settle
 from probes_jax.observe.compare import check_arrays
 from probes_jax.observe.names import Path
 from probes_jax.observe.nnx_recorder import OUTSIDE, Marks, NNXRecorder
+from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
+from probes_jax.stats.summary import Summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,9 @@ class NNXBinding(Binding):
         copy = (lambda x: x) if self._take_ownership else jnp.copy
         params = _nest({path: jax.tree.map(copy, leaf.value) for path, leaf in self.params.items()})
         state = _nest({path: jax.tree.map(copy, leaf.value) for path, leaf in self.state.items()})
-        return ModelParts(params if variables is None else _check(variables, params), state)
+        if variables is not None:
+            params = jax.tree.map(copy, _check(variables, params))
+        return ModelParts(params, state)
 
     def partition_specs(self, params: Any, state: Any) -> ModelParts:
         """See `Binding.partition_specs`."""
@@ -89,7 +93,7 @@ class NNXBinding(Binding):
         *,
         rngs: Rngs | None = None,
         measure: Measure | None = None,
-        taps: Mapping[str, jax.Array] | None = None,
+        taps: Any = None,
     ) -> NNXBound:
         """See `Binding.bind`."""
         recorder = None if measure is None else NNXRecorder(measure, taps)
@@ -190,8 +194,15 @@ class NNXBound(Bound):
         state = _nest({path: _leaf((), now[path]).value if path in now else value for path, value in old.items()})
         if self._recorder is None:
             return Captured({}, state, self._outputs, (), {}, {})
-        result = settle(self._recorder.visits, self._recorder.placed(), self._binding.params, ())
-        return Captured(result.points, state, self._outputs, tuple(result.seen), result.missing, {})
+        recorder, params = self._recorder, self._binding.params
+        stacks, axes = recorder.stacks({path: leaf.variable for path, leaf in params.items()})
+
+        def backward(gradient: Any) -> dict[Point, Summary]:
+            return settle(*recorder.found(gradient), params, ()).points
+
+        result = settle(*recorder.found(recorder.runs), params, ())
+        seen, raw = tuple(result.seen), tuple(recorder.runs)
+        return Captured(result.points, state, self._outputs, seen, result.missing, stacks, raw, backward, axes)
 
 
 def _leaf(where: tuple[Any, ...], x: Any) -> _Leaf:

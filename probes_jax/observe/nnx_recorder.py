@@ -10,21 +10,23 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from flax.nnx import tracers
 
 from probes_jax.observe.binding import Measure
-from probes_jax.observe.census import Visit
+from probes_jax.observe.census import Returned, Visit
+from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.patch import Patch, patched
-from probes_jax.observe.record import Record, float_leaves
+from probes_jax.observe.record import Record, float_leaves, tapped
 
 _PATH = "_probes_jax_path"
 _SLOT = "_probes_jax_slot"
+_TAPS = "_probes_jax_taps"
 _CONTAINERS = (nnx.List, nnx.Dict)  # their attributes are their items: nothing may be added
 _BASES = (nnx.Module, nnx.Pytree, nnx.Object, *_CONTAINERS)
 
@@ -36,7 +38,17 @@ CLOSED_OVER = (
 
 
 class Slot(nnx.Variable):
-    """Where a module inside a transform leaves its records. Of our own type: no filter of the model's names it."""
+    """Where a module inside a transform leaves its records. Of our own type: no filter of the model's names it.
+
+    A second one on the module holds the slots of its taps: zeros in the structure of the records.
+    """
+
+
+class Raw(NamedTuple):
+    """What one run left behind, or the slots of the taps of such a run."""
+
+    here: tuple[Record, ...]  # from outside of every transform, in the order of the calls
+    inside: dict[Path, tuple[Record, ...]]  # from inside of one, by module
 
 
 class _Active(threading.local):
@@ -66,17 +78,19 @@ class NNXRecorder:
 
     Attributes:
         visits: Calls seen, in the order in which they returned.
-        returned: Records that came back from transforms, with the path of their module.
+        runs: What each run left behind.
         blocked: Why nothing at all can be recorded.
     """
 
-    def __init__(self, measure: Measure, taps: Mapping[str, jax.Array] | None = None) -> None:
+    def __init__(self, measure: Measure, taps: Sequence[Raw] | None = None) -> None:
         self.visits: list[Visit] = []
-        self.returned: list[tuple[Path, Record]] = []
+        self.runs: list[Raw] = []
         self.blocked: str | None = None
         self._refused: str | None = None  # why modules inside transforms have no slots
         self._measure = measure
-        self._taps = taps
+        self._taps = taps or ()  # slots of each run
+        self._here: list[Record] = []
+        self._layers: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
         self._token = next(_numbers)
         self._paths: dict[int, Path] = {}
         self._frames: list[tuple[Any, str, Any, Path]] = []  # module, method, function, path; innermost last
@@ -92,9 +106,10 @@ class NNXRecorder:
         """
         modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
         self._paths = {id(module): path for path, module in modules.items()}
+        self._here = []
         previous, _active.recorder = _active.recorder, self
         try:
-            with patched(_patches({type(module) for module in modules.values()})):
+            with patched(_patches({type(module) for module in modules.values()})), observing(self):
                 self._plant(modules, marks)
                 yield
         finally:
@@ -104,7 +119,7 @@ class NNXRecorder:
 
     def refuse(self, mark: tuple[int, int], error: Exception) -> None:
         """Drops what was recorded since `mark`: the model does not run with the marks it had."""
-        del self.visits[mark[0] :], self.returned[mark[1] :]
+        del self.visits[mark[0] :], self.runs[mark[1] :]
         text = str(error).strip().partition("\n")[0]
         self._refused = self._refused or (
             f"inside a transform that does not take a Variable more ({type(error).__name__}: {text}); move the module "
@@ -114,41 +129,72 @@ class NNXRecorder:
     @property
     def mark(self) -> tuple[int, int]:
         """How much was recorded so far."""
-        return len(self.visits), len(self.returned)
+        return len(self.visits), len(self.runs)
 
-    def placed(self) -> list[tuple[Path, Record]]:
-        """`returned`, records with layer axes knowing which module of their path was scanned.
+    def found(self, runs: Sequence[Raw]) -> tuple[list[Visit], list[Returned]]:
+        """The visits with what was measured, and what came back from transforms: `runs`, or their gradient."""
+        here = iter([record for run in runs for record in run.here])
+        visits = [v if v.record is None else dataclasses.replace(v, record=next(here)) for v in self.visits]
+        return visits, self._placed([(path, r) for run in runs for path, rs in run.inside.items() for r in rs])
+
+    def _placed(self, returned: list[tuple[Path, Record]]) -> list[Returned]:
+        """Records with layer axes, knowing which module of their path was scanned.
 
         It is the first one, and no list, below which everything came out of the scan.
         """
-        single = {visit.path for visit in self.visits if visit.record is not None}
-        single |= {path for path, record in self.returned if not _layer_axes(record)}
-        single = {path[:depth] for path in single for depth in range(len(path) + 1)}
+        single = {path for path, record in returned if not _layer_axes(record)}
 
         def place(path: Path, record: Record) -> Record:
-            starts = [n for n in range(1, len(path)) if path[:n] not in single and not path[n].isdecimal()]
-            position = starts[0] if starts else len(path)
-            return dataclasses.replace(record, stack=(position,) * _layer_axes(record))
+            return dataclasses.replace(record, stack=(self._scanned(path, single),) * _layer_axes(record))
 
-        return [(path, place(path, record)) for path, record in self.returned]
+        return [(path, "", place(path, record)) for path, record in returned]
+
+    def _scanned(self, path: Path, single: Collection[Path]) -> int:
+        """How much of the path of a module in a scan is the path of the module that is scanned."""
+        outside = {*single, *(visit.path for visit in self.visits if visit.record is not None)}
+        outside = {path[:depth] for path in outside for depth in range(len(path) + 1)}
+        starts = [n for n in range(1, len(path)) if path[:n] not in outside and not path[n].isdecimal()]
+        return starts[0] if starts else len(path)
+
+    def stacks(self, params: Mapping[Path, Any]) -> tuple[dict[Path, tuple[int, int]], dict[Path, int]]:
+        """Scanned modules with their layer axis and number of layers, and the axis of each parameter below them.
+
+        The axis is the one that a scan took away: told by the names in the metadata, else by the shapes.
+        """
+        single = {path for run in self.runs for path, records in run.inside.items() if not _layer_axes(records[0])}
+        stacks: dict[Path, tuple[int, int]] = {}
+        axes: dict[Path, int] = {}
+        for path, inside in self._layers.items():
+            whole = _axes(params[path]) if path in params else inside
+            axis = _axis_taken(whole, inside)
+            if axis is not None:
+                axes[path] = axis
+                stacks.setdefault(path[: self._scanned(path[:-1], single)], (axis, whole.shape[axis]))
+        return stacks, axes
 
     # ---- slots
 
     def _plant(self, modules: Mapping[Path, nnx.Module], marks: Marks) -> None:
+        number = len(self.runs)
+        slots = self._taps[number].inside if number < len(self._taps) else {}
         for path, module in modules.items():
             if marks >= Marks.PATHS and not isinstance(module, _CONTAINERS):
                 setattr(module, _PATH, (self._token, path))
             if marks >= Marks.SLOTS and not isinstance(module, _CONTAINERS):
                 setattr(module, _SLOT, Slot((), hijax=False, ref=False))
+                if path in slots:
+                    setattr(module, _TAPS, Slot(slots[path], hijax=False, ref=False))
 
     def _harvest(self, modules: Mapping[Path, nnx.Module]) -> None:
+        inside: dict[Path, tuple[Record, ...]] = {}
         for path, module in modules.items():
             slot = vars(module).get(_SLOT)
-            if slot is not None:
-                self.returned += [(path, record) for record in slot.get_value()]
-            for name in (_PATH, _SLOT):
+            if slot is not None and slot.get_value():
+                inside[path] = slot.get_value()
+            for name in (_PATH, _SLOT, _TAPS):
                 if name in vars(module):
                     delattr(module, name)
+        self.runs.append(Raw(tuple(self._here), inside))
 
     # ---- calls
 
@@ -165,22 +211,45 @@ class NNXRecorder:
         finally:
             self._frames.pop()
         leaves = float_leaves(output)
-        if leaves:
-            self._observe(module, Visit(path, type(module).__name__, method, tuple(leaves)), leaves)
-        return output  # a tap on the gradient of `output` goes here
+        if not leaves:
+            return output
+        return self._observe(module, Visit(path, type(module).__name__, method, tuple(leaves)), leaves, output)
 
-    def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array]) -> None:
+    def take(self, path: Path, value: Any) -> Any:
+        """A value that the model names itself: below the module whose method runs."""
+        leaves = float_leaves(value)
+        if not leaves or not self._frames:
+            return value
+        module, _, _, above = self._frames[-1]
+        return self._observe(module, Visit((*above, *path), CLASS, "__call__", tuple(leaves)), leaves, value, path)
+
+    def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any, below: Path = ()) -> Any:
         here = self._trace.is_valid()
         slot = vars(module).get(_SLOT)
         reason = self.blocked or (None if here else self._reason(slot))
         if reason:
             self.visits.append(dataclasses.replace(visit, reason=reason))
-            return
-        values = {leaf: self._measure(array) for leaf, array in leaves.items()}
-        record = Record(values, visit.class_name, visit.method)
+            return output
         if not here:
+            own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+            self._layers |= {(*visit.path, name): _axes(value) for name, value in own.items()}
+        values = {leaf: self._measure(array) for leaf, array in leaves.items()}
+        record = Record(values, visit.class_name, visit.method, below)
+        taps = self._taps_of(module, here)
+        before = len(self._here) if here else len(slot.get_value())
+        if here:
+            self._here.append(record)
+        else:
             slot.set_value((*slot.get_value(), record))
         self.visits.append(dataclasses.replace(visit, record=record if here else None))
+        return tapped(self._measure, output, record, taps[before]) if before < len(taps) else output
+
+    def _taps_of(self, module: Any, here: bool) -> Sequence[Record]:
+        """The slots of the calls outside of transforms, or of the calls of one module inside of one."""
+        if here:
+            return self._taps[len(self.runs)].here if len(self.runs) < len(self._taps) else ()
+        slots = vars(module).get(_TAPS)
+        return () if slots is None else slots.get_value()
 
     def _reason(self, slot: Any) -> str | None:
         if slot is not None and slot._can_update:
@@ -195,6 +264,28 @@ class NNXRecorder:
             return self._paths[id(module)]
         above = self._frames[-1][-1] if self._frames else ()  # made inside the model, or inside a transform
         return (*above, type(module).__name__)
+
+
+class Axes(NamedTuple):
+    """Shape of a parameter, and the names of its axes in its metadata."""
+
+    shape: tuple[int, ...]
+    names: tuple[Any, ...]
+
+
+def _axes(variable: nnx.Param) -> Axes:
+    return Axes(variable.get_value().shape, tuple(variable.get_metadata("out_sharding", None) or ()))
+
+
+def _axis_taken(whole: Axes, layer: Axes) -> int | None:
+    """The axis of a parameter that a scan over layers took away; None where it took none."""
+
+    def without(axis: int, x: tuple[Any, ...]) -> tuple[Any, ...]:
+        return x[:axis] + x[axis + 1 :]
+
+    axes = [axis for axis in range(len(whole.shape)) if without(axis, whole.shape) == layer.shape]
+    named = [axis for axis in axes if whole.names and without(axis, whole.names) == layer.names]
+    return (named or axes or [None])[0]
 
 
 def _layer_axes(record: Record) -> int:

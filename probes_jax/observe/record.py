@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from probes_jax.observe.names import escape
+from probes_jax.observe.tap import Measure, fits, tap
 from probes_jax.stats.summary import Summary
 
 
@@ -31,24 +32,35 @@ class Record:
         class_name: Class of the module.
         method: Name of the method.
         below: Path from the module it is stored at to the module it belongs to; `()` for the same.
-        stack: Positions in the module's path after which a layer index goes, outermost scan first.
+        stack: For each leading axis, the outermost first, the position in the module's path after which a layer index
+            goes; None for an axis of time steps or examples.
     """
 
     values: dict[str, Summary]
     class_name: str
     method: str
     below: tuple[str, ...] = ()
-    stack: tuple[int, ...] = ()
+    stack: tuple[int | None, ...] = ()
 
     def stacked(self, position: int) -> Record:
         """The record as it comes out of a scan over layers, named after `path[:position]`."""
         return dataclasses.replace(self, stack=(position, *self.stack))
 
-    def collapsed(self) -> Record:
-        """The record as it comes out of a scan over time or a map over examples: merged over its first axis."""
-        return dataclasses.replace(
-            self, values={leaf: value.collapse().carried() for leaf, value in self.values.items()}
-        )
+    def repeated(self) -> Record:
+        """The record as it comes out of a scan over time or a map over examples: its first axis is to be merged."""
+        return dataclasses.replace(self, stack=(None, *self.stack))
+
+    def merged(self) -> Record:
+        """The record with one row per layer: axes of time steps and examples are merged."""
+        values = self.values
+        for axis in reversed([axis for axis, position in enumerate(self.stack) if position is None]):
+            values = {leaf: value.collapse(axis).carried() for leaf, value in values.items()}
+        return dataclasses.replace(self, values=values, stack=self.layers)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """`stack` without the axes of time steps and examples."""
+        return tuple(position for position in self.stack if position is not None)
 
 
 def float_leaves(output: Any) -> dict[str, jax.Array]:
@@ -60,15 +72,39 @@ def float_leaves(output: Any) -> dict[str, jax.Array]:
     >>> list(float_leaves({"h": jnp.ones(2), "c": jnp.ones(2), "n": 3, "ids": jnp.arange(2)}))
     ['c', 'h']
     """
+    leaves, names, _ = _named(output)
+    return {name: jnp.asarray(leaves[index]) for index, name in names.items()}
+
+
+def tapped(measure: Measure, output: Any, record: Record, slots: Record) -> Any:
+    """`output` with a tap on every float array that has a fitting slot (see `tap`).
+
+    Args:
+        measure: Summarizes an array.
+        output: What a method returned.
+        record: What was measured of it.
+        slots: Zeros of the same structure. Constants have no gradient and get no tap.
+    """
+    leaves, names, structure = _named(output)
+    for index, name in names.items():
+        slot = slots.values.get(name)
+        if slot is not None and fits(slot, record.values[name]) and not isinstance(leaves[index], np.ndarray):
+            leaves[index] = tap(measure, leaves[index], slot)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _named(output: Any) -> tuple[list[Any], dict[int, str], Any]:
+    """Leaves, the names of the float arrays by number, and the structure."""
     try:
-        leaves = jax.tree_util.tree_flatten_with_path(output)[0]
+        pairs, structure = jax.tree_util.tree_flatten_with_path(output)
     except (TypeError, ValueError):  # not a pytree JAX can flatten, such as a dict with keys it cannot sort
-        return {}
-    found: dict[str, jax.Array] = {}
-    for path, leaf in leaves:
-        if isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            found[".".join(_key(entry) for entry in path)] = jnp.asarray(leaf)
-    return dict(zip([""], found.values())) if len(found) == 1 else found
+        return [], {}, jax.tree.structure(())
+    names = {
+        index: ".".join(_key(entry) for entry in path)
+        for index, (path, leaf) in enumerate(pairs)
+        if isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    return [leaf for _, leaf in pairs], dict.fromkeys(names, "") if len(names) == 1 else names, structure
 
 
 def _key(entry: Any) -> str:

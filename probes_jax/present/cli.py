@@ -16,6 +16,7 @@ _PICTURE_WIDTH = 100  # columns
 _EXAMPLES = """\
 examples:
   probes screen runs/demo              the signals of a run, and what was unusual in it
+  probes walk runs/demo --step 600     where an explosion began, from the output inwards
   probes metrics                       every metric: what it is, what it catches
   probes metrics --json grad/norm      one of them, for a program
 
@@ -62,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     screen.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
     screen.add_argument("--svg", metavar="FILE", help="write the screen as a picture, too")
     screen.set_defaults(run_command=_screen)
+    walk = commands.add_parser(
+        "walk",
+        help="where an explosion or a NaN began",
+        description="Walks the gradients of activations of one scan from the output inwards, and names the first that "
+        "jumps against its own history.",
+    )
+    walk.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
+    walk.add_argument("--step", type=int, help="a step that scanned activations; by default the last")
+    walk.set_defaults(run_command=_walk)
     return parser
 
 
@@ -118,4 +128,20 @@ def _screen(chosen: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"probes screen: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _walk(chosen: argparse.Namespace) -> int:
+    from probes_jax.host.run_folder import open_run
+    from probes_jax.present.walk import walk_run
+
+    try:
+        found = walk_run(open_run(chosen.run), chosen.step)
+    except (OSError, ValueError) as error:
+        print(f"probes walk: {error}", file=sys.stderr)
+        return 1
+    print(f"Step {found.step:,}, from the output inwards:")
+    for place in found.chain:
+        print(f"  {place}")
+    print("\n".join(found.lines()) or "Nothing jumps against its own history.")
     return 0

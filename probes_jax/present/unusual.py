@@ -11,6 +11,7 @@ from probes_jax.host.happenings import ATTEMPT, KINDS
 from probes_jax.present.first_screen import format_value
 from probes_jax.present.score import find_plan
 from probes_jax.present.state import DETECTORS, History, read, where
+from probes_jax.present.walk import jumps, walk_run
 from probes_jax.spec.plan import Plan
 
 # Running counts of the train state: a rise is one more trouble on that step.
@@ -71,8 +72,16 @@ def find_unusual(run: History, plan: Plan | None = None) -> list[Unusual]:
     """
     manifest = run.manifest()
     plan = find_plan(manifest) if plan is None else plan
-    found = [*_counts(run), *_nonfinite(run), *_co_spikes(run), *_spikes(run, plan), *_monitor(run)]
+    found = [*_counts(run), *_nonfinite(run), *_walks(run), *_co_spikes(run), *_spikes(run, plan), *_monitor(run)]
     return [*found, *_missing_steps(run), *_attempts(run, manifest), *_events(run)]
+
+
+def _walks(run: History) -> Iterator[Unusual]:
+    """Where a gradient of an activation exploded: what the first such scan says of it."""
+    steps = jumps(run)
+    if steps:
+        for line in walk_run(run, steps[0]).lines():
+            yield Unusual(line, (steps[0],))
 
 
 def _measured(run: History, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -80,7 +80,7 @@ def measure_scalar_loss(value: jax.Array) -> dict[str, Summary]:
 def measure_extra(value: jax.Array, weight: jax.Array) -> Summary:
     """An optimized scalar beside the loss; microbatches count by their weight."""
     value = jax.lax.stop_gradient(value).astype(jnp.float32)
-    return _mean(jnp.where(weight > 0, value * weight, 0.0), weight, ())
+    return _mean(jnp.where(weight != 0, value * weight, 0.0), weight, ())
 
 
 def name_loss(rows: dict[str, Summary], groups: tuple[str, ...]) -> list[Measured]:

@@ -7,15 +7,19 @@ import numbers
 import re
 from typing import Any
 
+_MOST = 2**31 - 1
+
 
 def integer(name: str, value: Any, least: int) -> int:
-    """A whole number of at least `least`; NumPy's too, but no bool and no float.
+    """A whole number of at least `least` that fits in int32; NumPy's too, but no bool and no float.
 
     >>> integer("Plan window", 128, 2)
     128
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if int(value) > _MOST:
+        raise ValueError(f"{name} must be below 2**31, got {value!r}")
     return int(value)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 _WORST = (
     ("loss/worst_shard", re.compile(r"loss/shard\[\d+\]")),
     ("act/abs_max", re.compile(r"act/.+/abs_max")),
+    ("grad_act/abs_max", re.compile(r"grad_act/.+/abs_max")),
     ("grad/worst_layer_norm", re.compile(r"grad/.+/norm")),
     ("update/worst_ratio", re.compile(r"update/.+/ratio")),
 )

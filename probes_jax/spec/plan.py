@@ -49,6 +49,7 @@ class Plan:
         guard: Skips bad updates; None never skips.
         skip_empty: Leave the state untouched by a batch without a valid token.
         embeddings: Regular expression on the parameter path; zero fractions of these gradients are reported apart.
+        backward: Measure the gradients of the observed activations, too, where the activations are measured.
         exclude: Regular expressions on the point name; matching activations are not observed.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the last axis of activations. A wrong guess costs a small collective,
@@ -65,6 +66,7 @@ class Plan:
     guard: Guard | None = None
     skip_empty: bool = False
     embeddings: str = r"(?i)embed|(^|/)wte|(^|/)wpe"
+    backward: bool = True
     exclude: tuple[str, ...] = ()
     token_axes: tuple[str, ...] | None = None
     feature_axes: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ class Plan:
         for name in ("deviation_floor", "theta"):
             self._set(name, check.number(f"Plan {name}", getattr(self, name)))
         check.flag("Plan skip_empty", self.skip_empty)
+        check.flag("Plan backward", self.backward)
         check.pattern("Plan embeddings", self.embeddings)
         for text in self.exclude:
             check.pattern("Plan exclude", text)

@@ -38,11 +38,19 @@ LIMB_BITS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a summary: `width` numbers per row (0 means a single number without an axis of its own)."""
+    """One leaf of a summary.
+
+    Attributes:
+        name: Its name.
+        reduce: How it merges.
+        width: Numbers per row; 0 means a single number without an axis of its own.
+        power: How it grows with the elements: a sum of squares by 2, a maximum by 1, a count by 0.
+    """
 
     name: str
     reduce: Reduce
     width: int = 0
+    power: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +80,22 @@ class SummaryKind:
         """Number of columns of one reduction."""
         return sum(leaf.width or 1 for leaf in self.leaves if leaf.reduce is reduce)
 
+    def powers(self, reduce: Reduce) -> tuple[int, ...]:
+        """`Leaf.power` of each column of one reduction."""
+        return tuple(leaf.power for leaf in self.leaves if leaf.reduce is reduce for _ in range(leaf.width or 1))
+
     @functools.cached_property
     def count_columns(self) -> int:
         """How many of the sum columns are limbs of counts; they are the first ones."""
         return sum(leaf.width for leaf in self.leaves if leaf.reduce is Reduce.SUM and leaf.width)
 
 
-def _sum(name: str) -> Leaf:
-    return Leaf(name, Reduce.SUM)
+def _sum(name: str, power: int = 0) -> Leaf:
+    return Leaf(name, Reduce.SUM, power=power)
 
 
 def _max(name: str) -> Leaf:
-    return Leaf(name, Reduce.MAX)
+    return Leaf(name, Reduce.MAX, power=1)
 
 
 def _count(name: str) -> Leaf:
@@ -223,17 +235,19 @@ KINDS: dict[str, SummaryKind] = {
             "moments",
             (
                 *_COUNTS,
-                *(_sum(n) for n in ("mean_hi", "mean_lo", "sq_hi", "sq_lo", "m2", "sum_abs")),
+                *(_sum(n, 1) for n in ("mean_hi", "mean_lo")),
+                *(_sum(n, 2) for n in ("sq_hi", "sq_lo", "m2")),
+                _sum("sum_abs", 1),
                 *(_max(n) for n in ("max", "neg_min", "abs_max")),
             ),
             _moments,
         ),
         # Size of a gradient: norm, mean and maximum of |g|, zeros, non-finite elements.
-        _kind("magnitude", (*_COUNTS, _sum("sum_sq"), _sum("sum_abs"), _max("abs_max")), _magnitude),
+        _kind("magnitude", (*_COUNTS, _sum("sum_sq", 2), _sum("sum_abs", 1), _max("abs_max")), _magnitude),
         # A norm only.
-        _kind("norm", (_sum("parts"), _sum("sum_sq")), _norm),
+        _kind("norm", (_sum("parts"), _sum("sum_sq", 2)), _norm),
         # A weighted mean: reduced numerator over reduced denominator; absent without weight.
-        _kind("mean", (_sum("total"), _sum("weight")), _mean),
+        _kind("mean", (_sum("total", 1), _sum("weight")), _mean),
         # An exact count; zero is a measurement.
         _kind("tally", (_count("count"),), _tally),
         # An absolute maximum with its non-finite counts.

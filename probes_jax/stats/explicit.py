@@ -1,8 +1,4 @@
-"""Explicit-sharding meshes: there the type of an array says how it lies, and nothing needs to be guessed.
-
-On such a mesh a reshape of a sharded dimension is refused. Measuring therefore goes on in automatic mode, as on any
-other mesh, with the cut that the types state; training stays in explicit mode.
-"""
+"""Summaries of arrays on any kind of mesh."""
 
 from __future__ import annotations
 
@@ -10,47 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from probes_jax.stats.partial import Split
 from probes_jax.stats.summary import Summary, is_summary
-
-Dims = tuple[tuple[str, ...], ...]
-
-
-def spec_dims(spec: Any) -> Dims:
-    """PartitionSpec to one tuple of mesh axes per dimension."""
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
-
-
-def explicit_axes(mesh: Any) -> tuple[str, ...]:
-    """The axes of a mesh (concrete or abstract) that types speak of."""
-    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
-
-
-def stated(x: Any) -> tuple[AbstractMesh, Dims] | None:
-    """The mesh and the sharding that the type of `x` states; None where it states none."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or not explicit_axes(sharding.mesh):
-        return None
-    return sharding.mesh, spec_dims(sharding.spec)
-
-
-def in_automatic_mode(f: Callable[..., Any], lies: Callable[..., Dims], x: Any) -> Any:
-    """`f(x)` for an `f` that reshapes sharded dimensions.
-
-    Args:
-        f: From one array to one array.
-        lies: From how `x` is sharded, and the sizes of the mesh axes, to how `f(x)` is.
-        x: An array of any sharding.
-    """
-    found = stated(x)
-    if found is None:
-        return f(x)
-    mesh, dims = found
-    spec = PartitionSpec(*(group or None for group in lies(dims, mesh.shape)))
-    with jax.sharding.use_abstract_mesh(mesh):  # the caller may have set none
-        return jax.sharding.auto_axes(f, out_sharding=spec)(x)
+from probes_jax.stats.types import Dims, explicit_axes, stated
 
 
 def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays: Any) -> Any:

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from probes_jax.spec.summary import KINDS, LIMBS, Reduce
 from probes_jax.stats.exact import normalize_count
+from probes_jax.stats.types import filled
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("sums", "maxima"), meta_fields=("kind", "axes"))
@@ -77,11 +79,18 @@ class Summary:
         )
 
     def identity(self) -> Summary:
-        """The summary of nothing, of the same shape: merging it changes nothing."""
-        return self._with(
-            jnp.zeros_like(self.sums),
-            None if self.maxima is None else jnp.full_like(self.maxima, -jnp.inf),
-        )
+        """The summary of nothing, of the same shape and lying the same way: merging it changes nothing."""
+        return self._with(filled(self.sums, 0.0), None if self.maxima is None else filled(self.maxima, -np.inf))
+
+    def scaled(self, factor: jax.Array) -> Summary:
+        """The summary of the same elements times a positive number (float32, 0-d)."""
+
+        def scale(x: jax.Array, reduce: Reduce) -> jax.Array:
+            power = np.array(KINDS[self.kind].powers(reduce))
+            return x * jnp.where(power == 0, 1.0, jnp.where(power == 1, factor, factor * factor))
+
+        maxima = None if self.maxima is None else scale(self.maxima, Reduce.MAX)
+        return self._with(scale(self.sums, Reduce.SUM), maxima)
 
     def carried(self) -> Summary:
         """The same with its counts carried, so that any number of further merges stays exact."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from probes_jax.stats.explicit import in_automatic_mode
-from probes_jax.stats.summary import is_summary
+from probes_jax.observe.binding import slots_like
+from probes_jax.observe.point import Point
+from probes_jax.stats.summary import Summary, is_summary
+from probes_jax.stats.types import filled, in_automatic_mode, types_of
 from probes_jax.step.objective import Notes, Objective, Part
 
 Key = jax.Array
@@ -92,50 +95,82 @@ def accumulate(
     """
     factor = jnp.float32(1.0) if scale is None else scale
 
-    def mean(p: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
-        total, weight, part = objective(merge(p), s, b, k, notes)
-        safe = jnp.where(weight > 0, weight, 1.0)
-        return jnp.where(weight > 0, total / safe, 0.0) * factor, part
+    def mean(p: Any, taps: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
+        total, weight, part = objective(merge(p), s, b, k, notes, taps)
+        some = weight != 0  # a NaN among the weights is no empty batch
+        return jnp.where(some, total / jnp.where(some, weight, 1.0), 0.0) * factor, part
 
-    def summed(p: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
-        total, _, part = objective(merge(p), s, b, k, notes)
-        return total * factor, part
+    def summed(p: Any, taps: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
+        total, _, part = objective(merge(p), s, b, k, notes, taps)
+        return total * (
+            factor / (notes.tokens * microbatches)
+        ), part  # a gradient of the size of the mean's, in float16
 
     if microbatches == 1:
-        differentiate = jax.value_and_grad(mean, has_aux=True)
-        (value, part), gradients = differentiate(params, state, batch, jax.random.fold_in(key, 0))
-        return value / factor, gradients if scale is None else _scaled(gradients, 1.0 / scale), part
+        key = jax.random.fold_in(key, 0)
+        slots = _slots(objective, summed, params, state, batch, key)
+        differentiate = jax.value_and_grad(mean, (0, 1), has_aux=True)
+        (value, part), (gradients, taps) = differentiate(params, slots, state, batch, key)
+        gradients = gradients if scale is None else _scaled(gradients, 1.0 / scale)
+        return (
+            value / factor,
+            gradients,
+            _with_backward(part, _backward(notes, taps), None if scale is None else 1 / scale),
+        )
 
     parts = _split(batch, microbatches, objective.partition.shards)
     first = jax.tree.map(lambda x: x[0], parts)
-    differentiate = jax.value_and_grad(summed, has_aux=True)
-    shapes = jax.eval_shape(differentiate, params, state, first, key)
-    sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), (shapes[0][0], shapes[1]))
-    carry = sums, _nothing(shapes[0][1], state)
+    slots = _slots(objective, summed, params, state, first, key)
+    differentiate = jax.value_and_grad(summed, (0, 1), has_aux=True)
+    shapes = types_of(differentiate, params, slots, state, first, key)
+    sums = jax.tree.map(lambda x: filled(x, 0.0), (shapes[0][0], shapes[1][0]))
+    carry = sums, _identity(slots), _nothing(shapes[0][1], state)
 
-    def body(carry: tuple[Any, Part], at: tuple[jax.Array, Any]) -> tuple[tuple[Any, Part], Any]:
+    def body(carry: Any, at: tuple[jax.Array, Any]) -> tuple[Any, Any]:
         index, microbatch = at
-        so_far, merged = carry
-        (total, part), gradients = differentiate(params, merged.state, microbatch, jax.random.fold_in(key, index))
+        so_far, backward, merged = carry
+        here = jax.random.fold_in(key, index)
+        (total, part), (gradients, taps) = differentiate(params, slots, merged.state, microbatch, here)
         added = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), so_far, (total, gradients))
-        aux, part = part.aux, _without_aux(part)
-        return (added, merged.merge(part)), aux
+        backward = jax.tree.map(Summary.merge, backward, taps, is_leaf=is_summary)
+        aux, part = part.aux, dataclasses.replace(part, aux=None, raw=())
+        return (added, backward, merged.merge(part)), aux
 
-    ((total, gradients), part), aux = jax.lax.scan(body, carry, (jnp.arange(microbatches, dtype=jnp.uint32), parts))
-    divide = jnp.where(part.weight > 0, 1.0 / (jnp.where(part.weight > 0, part.weight, 1.0) * factor), 0.0)
+    ((total, gradients), taps, part), aux = jax.lax.scan(
+        body, carry, (jnp.arange(microbatches, dtype=jnp.uint32), parts)
+    )
+    some, factor = part.weight != 0, factor / (notes.tokens * microbatches)
+    divide = jnp.where(some, 1.0 / (jnp.where(some, part.weight, 1.0) * factor), 0.0)
     gradients = jax.tree.map(lambda g, p: (g * divide).astype(p.dtype), gradients, params)
-    return total * divide, gradients, Part(part.weight, part.rows, part.points, part.extra, part.state, aux, part.names)
+    part = dataclasses.replace(part, aux=aux)
+    return total * divide, gradients, _with_backward(part, _backward(notes, taps), divide)
 
 
-def _without_aux(part: Part) -> Part:
-    return Part(part.weight, part.rows, part.points, part.extra, part.state, None, part.names)
+def _slots(objective: Objective, summed: Any, params: Any, state: Any, batch: Any, key: Key) -> Any:
+    """Zeros for the taps on activations, in the structure of what one evaluation measures; nothing without taps."""
+    if not objective.backward:
+        return ()
+    _, part = types_of(summed, params, None, state, batch, key)
+    return slots_like(part.raw)
+
+
+def _backward(notes: Notes, taps: Any) -> dict[Point, Summary]:
+    return notes.backward(taps) if taps else {}
+
+
+def _with_backward(part: Part, found: dict[Point, Summary], factor: jax.Array | None) -> Part:
+    """The part with the gradients of its points, unscaled and of the mean loss, as the parameters' gradients are."""
+    if factor is not None:  # without a token every gradient is zero already
+        safe = jnp.where(factor != 0, factor, 1.0)
+        found = {point: summary.scaled(safe) for point, summary in found.items()}
+    return dataclasses.replace(part, raw=(), gradients=tuple(found.values()), gradient_names=tuple(found))
+
+
+def _identity(tree: Any) -> Any:
+    return jax.tree.map(Summary.identity, tree, is_leaf=is_summary)
 
 
 def _nothing(shape: Part, state: Any) -> Part:
     """The part of no microbatch: merging it changes nothing."""
-
-    def identity(tree: Any) -> Any:
-        return jax.tree.map(lambda summary: summary.identity(), tree, is_leaf=is_summary)
-
-    rows, points, extra = identity(shape.rows), identity(shape.points), identity(shape.extra)
+    rows, points, extra = _identity(shape.rows), _identity(shape.points), _identity(shape.extra)
     return Part(jnp.float32(0.0), rows, points, extra, state, None, shape.names)

@@ -56,8 +56,9 @@ def make_core(
         params, state = jax.jit(init, out_shardings=place)(key, batch, variables)
     trained, frozen = split_trained(params, wrt)
     opt_shapes = jax.eval_shape(tx.init, trained)
-    opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(tx, opt_shapes, trained, partition))(trained)
-    rest = jax.device_put((jax.random.key_data(key), init_monitor(plan, loss_scale)), partition.everywhere())
+    opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(opt_shapes, trained, partition))(trained)
+    key_data = jnp.array(jax.random.key_data(key), copy=True)  # the step donates it, and the key is the caller's
+    rest = jax.device_put((key_data, init_monitor(plan, loss_scale)), partition.everywhere())
     return Core(trained, frozen, state, opt_state, *rest)
 
 
@@ -112,17 +113,20 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _optimizer_placements(tx: Any, shapes: Any, params: Any, partition: Partition) -> Any:
-    """Moments lie where their parameter lies, everything else on every device."""
-    everywhere = partition.everywhere()
-    if partition.mesh is None:
-        return jax.tree.map(lambda _: everywhere, shapes)
-    where = jax.tree.map(lambda p: p.sharding, params)
+def _optimizer_placements(shapes: Any, params: Any, partition: Partition) -> Any:
+    """Moments lie where their parameter lies, everything else on every device.
 
-    def like(leaf: Any, param: Any, sharding: Sharding) -> Sharding:
-        return sharding if leaf.shape == param.shape else everywhere
+    A moment is a leaf of the parameter's shape whose path ends in the parameter's path, however optax wrapped it.
+    """
+    everywhere, known = partition.everywhere(), flatten(params)
 
-    return optax.tree_utils.tree_map_params(tx, like, shapes, params, where, transform_non_params=lambda _: everywhere)
+    def place(keys: Any, leaf: Any) -> Sharding:
+        names: tuple[Any, ...] = tuple(getattr(key, "key", None) for key in keys)
+        own = (known.get(names[start:]) for start in range(len(names)))
+        found = next((param for param in own if param is not None and param.shape == leaf.shape), None)
+        return everywhere if found is None or partition.mesh is None else found.sharding
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
 
 
 def describe(
@@ -148,7 +152,7 @@ def describe(
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
     frozen = _find_frozen(tx, core.params, runs)
     never, leaves = flatten(frozen), flatten(core.params)
-    labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks)
+    labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks, notes.axes)
     infos = {
         path: ParameterInfo(
             names=labels[path][0],

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Loss:
 
     Attributes:
         nll: Negative log-likelihood in nats, `[batch, length]` or `[batch]`.
-        mask: Mask or weights that broadcast to `nll`; None counts every token. Valid means weight > 0.
+        mask: Mask or weights that broadcast to `nll`; None counts every token. Valid means weight > 0. A constant of
+            the loss: no gradient flows through it.
         group: Integer id of the data source or modality, `[batch]` or the shape of `nll`; index of `Plan.groups`.
         logits: Output logits `[..., classes]`. None: the model's one float output with the largest last axis.
         extra: Optimized scalars reported apart, for example a z-loss.
@@ -45,6 +47,11 @@ class Tokens:
     extra: dict[str, jax.Array]
     aux: Any
 
+    def __post_init__(self) -> None:
+        for leaf in jax.tree.leaves(self.aux):
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+                raise TypeError(f"Loss aux must hold arrays only, got {type(leaf).__name__}; leave it out of aux")
+
 
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(jnp.shape(value))
@@ -64,7 +71,7 @@ def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
                 f"loss_fn must return pj.Loss or a float scalar, got {found}; return pj.Loss(nll=..., mask=...)"
             )
         return Tokens(loss, None, None, None, {}, None)
-    nll = jnp.asarray(loss.nll)
+    nll = _array("nll", loss.nll)
     if nll.ndim not in (1, 2) or not jnp.issubdtype(nll.dtype, jnp.floating):
         raise ValueError(f"Loss nll must be float [batch, length] or [batch], got {nll.dtype}{list(nll.shape)}")
     weight = jnp.ones(nll.shape, jnp.float32) if loss.mask is None else _fit("mask", loss.mask, nll)
@@ -82,17 +89,31 @@ def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
         if not jnp.issubdtype(group.dtype, jnp.integer):
             raise ValueError(f"Loss group must be integer ids into Plan.groups, got {group.dtype}")
     extra = {}
-    for name, value in dict(loss.extra).items():
+    if not isinstance(loss.extra, Mapping):
+        raise TypeError(f"Loss extra must be a dict of scalars by name, got {type(loss.extra).__name__}")
+    for name, value in loss.extra.items():
         if not isinstance(name, str) or not name or set(name) & set("/[]{} "):
             raise ValueError(f"Loss extra name {name!r} must be a word without '/', brackets, braces or spaces")
-        if _shape(value) != ():
+        extra[name] = _array(f"extra[{name!r}]", value)
+        if extra[name].shape != ():
             raise ValueError(f"Loss extra[{name!r}] must be a scalar, got shape {_shape(value)}; reduce it first")
-        extra[name] = jnp.asarray(value)
-    return Tokens(nll, weight, group, loss.logits, extra, loss.aux)
+        if not jnp.issubdtype(extra[name].dtype, jnp.floating):
+            raise ValueError(f"Loss extra[{name!r}] must be a float, got {extra[name].dtype}")
+    logits = None if loss.logits is None else _array("logits", loss.logits)
+    if logits is not None and (logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating)):
+        raise ValueError(f"Loss logits must be float [..., classes], got {logits.dtype}{list(logits.shape)}")
+    return Tokens(nll, weight, group, logits, extra, loss.aux)
+
+
+def _array(field: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"Loss {field} must be an array, got {type(value).__name__}") from None
 
 
 def _fit(field: str, value: Any, nll: jax.Array) -> jax.Array:
-    value = jnp.asarray(value)
+    value = _array(field, value)
     if value.shape == nll.shape[: value.ndim] and value.ndim >= 1:  # per example: the same for its every token
         return jnp.broadcast_to(value.reshape(value.shape + (1,) * (nll.ndim - value.ndim)), nll.shape)
     raise ValueError(

@@ -34,9 +34,12 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any)
     items = name_loss(part.rows, settings.plan.groups)
     items += [measured(f"loss/extra/{name}", rows) for name, rows in part.extra.items()]
     items += name_logits(part.rows) if "logits" in part.rows else []
-    items += [
-        measured(point.labels(rows.stack_shape()), rows) for point, rows in zip(part.names, part.points, strict=True)
-    ]
+    for prefix, names, summaries in (
+        ("act", part.names, part.points),
+        ("grad_act", part.gradient_names, part.gradients),
+    ):
+        for point, rows in zip(names, summaries, strict=True):
+            items.append(measured(point.labels(rows.stack_shape(), prefix), rows))
     return items + measure_gradients(flatten(gradients), settings.infos, layers=program == "full")
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from probes_jax.observe.named import LossObserver, observing
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.signals.logits import measure_logits
@@ -24,8 +27,8 @@ from probes_jax.step.partition import Partition
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "rows", "points", "extra", "state", "aux"),
-    meta_fields=("names",),
+    data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients"),
+    meta_fields=("names", "gradient_names"),
 )
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -39,6 +42,8 @@ class Part:
         state: The model's new state.
         aux: `Loss.aux`.
         names: The point behind each of `points` (static).
+        raw: The points as the binding keeps them: the structure of the slots of taps.
+        gradients: Summaries of the backward gradients, and `gradient_names` the point behind each (static).
     """
 
     weight: jax.Array
@@ -48,6 +53,9 @@ class Part:
     state: Any
     aux: Any
     names: tuple[Point, ...]
+    raw: Any = ()
+    gradients: tuple[Summary, ...] = ()
+    gradient_names: tuple[Point, ...] = ()
 
     def merge(self, later: Part) -> Part:
         """Both parts together; the state is the later one's."""
@@ -71,8 +79,11 @@ class Notes:
     """What tracing found out about the model; the same on every trace of one program."""
 
     seen: tuple[Point, ...] = ()
+    tokens: int = 1  # in one microbatch, valid or not
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     stacks: dict[tuple[str, ...], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
+    backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,26 +106,51 @@ class Objective:
     scan: bool
     probes: bool
 
+    @property
+    def backward(self) -> bool:
+        """Whether gradients of activations are measured."""
+        return self.scan and self.plan.backward
+
     def __call__(
-        self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes
+        self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None
     ) -> tuple[jax.Array, jax.Array, Part]:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
         size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
-        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=self._measure(size) if self.scan else None)
-        tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
-        captured = bound.finish()
-        notes.seen = captured.seen
-        notes.stacks = dict(captured.stacks)
-        notes.missing.update({str(point): why for point, why in captured.missing.items()})
+        measure = self._measure(size) if self.scan else None
+        taps, own_taps = taps or (None, None)
+        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, taps=taps)
+        own = LossObserver(self._measure(size), own_taps)
+        with observing(own) if self.scan else contextlib.nullcontext():
+            tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
+        captured, result = bound.finish(), own.result()
+        notes.tokens = max(tokens.nll.size, 1)
+        notes.seen = tuple(point for point in (*captured.seen, *result.seen) if self._is_wanted(point))
+        notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
+        notes.backward = lambda found: self._wanted({**captured.backward(found[0]), **own.backward(found[1])})
+        missing = self._wanted({**captured.missing, **result.missing})
+        notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
         rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
-        return (
-            total,
+        points = self._wanted({**captured.points, **result.points})
+        names = tuple(points)
+        part = Part(
             weight,
-            Part(
-                weight, rows, tuple(captured.points.values()), extra, captured.state, tokens.aux, tuple(captured.points)
-            ),
+            rows,
+            tuple(points.values()),
+            extra,
+            captured.state,
+            tokens.aux,
+            names,
+            (captured.raw, tuple(own.records)),
         )
+        return total, weight, part
+
+    def _is_wanted(self, point: Point) -> bool:
+        return not any(re.search(pattern, str(point)) for pattern in self.plan.exclude)
+
+    def _wanted(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
+        """Without those that the plan excludes; what nobody reads is not computed."""
+        return {point: value for point, value in points.items() if self._is_wanted(point)}
 
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
         def measure(x: jax.Array) -> Summary:
@@ -127,11 +163,11 @@ class Objective:
         """sum(m * nll) + sum(m) * sum(extra), and sum(m); the second is a constant to the gradient."""
         if tokens.weight is None:
             return tokens.nll.astype(jnp.float32), jnp.float32(1.0)
-        losses, weights = weighted_sums(tokens.nll, tokens.weight)
-        weight = jax.lax.stop_gradient(jnp.sum(weights))
+        losses, weights = weighted_sums(tokens.nll, jax.lax.stop_gradient(tokens.weight))
+        weight = jnp.sum(weights)
         total = jnp.sum(losses)
         for value in tokens.extra.values():
-            total = total + jnp.where(weight > 0, value.astype(jnp.float32) * weight, 0.0)
+            total = total + jnp.where(weight != 0, value.astype(jnp.float32) * weight, 0.0)
         return total, weight
 
     def _rows(
@@ -144,6 +180,12 @@ class Objective:
             rows = summarize_where_it_lies(
                 functools.partial(measure_loss, groups=self.plan.groups), split, tokens.nll, tokens.weight, tokens.group
             )
+            uncut = {axis for group in split.dims for axis in group} - set(rows["loss"].axes)
+            if uncut:
+                notes.missing["loss/shard"] = (
+                    f"tokens of shape {tokens.nll.shape} do not divide over the mesh axes {sorted(uncut)}; use fewer "
+                    "microbatches, or more examples"
+                )
         logits, reason = find_logits(tokens, outputs)
         if logits is None:
             notes.missing["logits"] = reason

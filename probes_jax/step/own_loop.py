@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from probes_jax.observe.wrap import wrap
 from probes_jax.signals.loss import measure_scalar_loss
 from probes_jax.spec.plan import Plan
+from probes_jax.step.accumulate import accumulate, check_batch
 from probes_jax.step.create import describe
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
 from probes_jax.step.objective import Notes, Objective, Part
 from probes_jax.step.pack import widen
 from probes_jax.step.partition import find_mesh, find_partition
+from probes_jax.step.program import EMPTY, enabled
 from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
@@ -90,6 +92,8 @@ class Monitor:
     ) -> tuple[jax.Array, Part]:
         """The mean loss, to differentiate with `has_aux=True`, and what the forward pass measured.
 
+        For a loop that has other terms to add before it differentiates. `value_and_grad` does more for less.
+
         Args:
             params: Parameters, as given to `create`.
             batch: The batch.
@@ -100,12 +104,46 @@ class Monitor:
         Raises:
             ValueError: The monitor was made without a model.
         """
-        s = self.settings
+        objective = self._objective(scan)
+        total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
+        return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0), part
+
+    def value_and_grad(
+        self,
+        params: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        scan: bool = False,
+        model_state: Any = None,
+        microbatches: int = 1,
+    ) -> tuple[tuple[jax.Array, Part], Any]:
+        """The mean loss with what was measured on the way there and back, and its gradients.
+
+        Args:
+            params: Parameters, as given to `create`.
+            batch: The batch.
+            key: Random key of this step; microbatch `k` uses `fold_in(key, k)`.
+            scan: Observe activations and their gradients (static).
+            model_state: The model's state; `part.state` is the new one.
+            microbatches: Splits axis 0 of the batch; gradients are those of the whole.
+
+        Returns:
+            As `jax.value_and_grad(..., has_aux=True)` does: `((loss, part), gradients)`.
+        """
+        state = {} if model_state is None else model_state
+        check_batch(batch, microbatches)
+        objective = self._objective(scan)
+        loss, gradients, part = accumulate(
+            objective, params, lambda params: params, state, batch, key, None, microbatches, Notes()
+        )
+        return (loss, part), gradients
+
+    def _objective(self, scan: bool) -> Objective:
+        s, on = self.settings, enabled()
         if s.binding is None:
             raise ValueError("Monitor.loss needs a model: Monitor.create(model=..., loss_fn=..., batch=...)")
-        objective = Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan, probes=True)
-        total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
-        return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0), part
+        return Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan and on, probes=on)
 
     def measure(
         self, loss: Any, gradients: Any, params: Any, new_params: Any, opt_state: Any, new_opt_state: Any
@@ -127,13 +165,17 @@ class Monitor:
             The monitor for the next step, and the report to hand to `Recorder.record`.
         """
         part = loss if isinstance(loss, Part) else _part_of_scalar(loss)
+        if not enabled():
+            return self, Report(jnp.zeros((0,), jnp.uint32), EMPTY, aux=part.aux)
         before = Core(params, {}, None, opt_state, None, self.state)
         after = before._replace(params=new_params, opt_state=new_opt_state)
         step = self.state.guard.attempted
 
         def run(program: str) -> tuple[MonitorState, Report]:
             items = measure_before(self.settings, program, part, gradients)
-            notes = Notes(part.names, dict(self.settings.missing))
+            notes = Notes(part.names, missing=dict(self.settings.missing))
+            if part.points and not part.gradients and self.settings.plan.backward:
+                notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
             return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)
 
         if part.points:

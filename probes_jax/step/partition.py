@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from probes_jax.spec.plan import Plan
-from probes_jax.stats.explicit import Dims, explicit_axes, spec_dims
 from probes_jax.stats.partial import WHOLE, Split
+from probes_jax.stats.types import Dims, spec_dims
 
 
 def find_mesh(*trees: Any) -> Mesh | None:
@@ -62,11 +63,19 @@ class Partition:
         """Number of token shards."""
         return math.prod(self.mesh.shape[axis] for group in self.token_axes for axis in group) if self.mesh else 1
 
-    def context(self, *, traced: bool = False) -> Any:
-        """On an explicit mesh, what `jax.set_mesh` does, for a caller who did not; nothing on other meshes."""
-        if self.mesh is None or not explicit_axes(self.mesh):
-            return contextlib.nullcontext()
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh) if traced else jax.set_mesh(self.mesh)
+    @contextlib.contextmanager
+    def advice(self) -> Iterator[None]:
+        """Adds to an error about types on an explicit mesh what to do about it."""
+        try:
+            yield
+        except Exception as error:
+            if self.mesh is not None and type(error).__name__ == "ShardingTypeError":
+                error.add_note(
+                    f"The mesh {dict(self.mesh.shape)} has explicit axes, which this layer or loss is not made for. "
+                    "Give it out_sharding= where it has one, or make the mesh automatic: "
+                    "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+                )
+            raise
 
     def _split(self, dims: Dims) -> Split:
         return WHOLE if self.mesh is None else Split.of(dims, self.mesh.shape)

@@ -12,6 +12,7 @@ from probes_jax.step.state import TrainState
 
 _log = logging.getLogger("probes_jax")
 _ABSENT = object()
+_WINDOWS = ("monitor/window/", "monitor/clip/")
 
 
 def restore_state(state: TrainState, tree: Any) -> TrainState:
@@ -32,22 +33,29 @@ def restore_state(state: TrainState, tree: Any) -> TrainState:
         ValueError: A parameter, the optimizer state or the model state is missing or has another shape.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    fresh = []
-    out = []
+    values = {}
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         found = _find(tree, path)
-        value = _ABSENT if found is _ABSENT else _convert(found, leaf)
-        if value is _ABSENT:
-            if not name.startswith("monitor"):
-                came = "nothing" if found is _ABSENT else f"shape {np.shape(found)}"
-                raise ValueError(f"checkpoint holds {came} for {name}, the state needs shape {np.shape(leaf)}")
-            fresh.append(name)
-            value = leaf
-        out.append(value)
-    if fresh:
-        _log.warning("checkpoint lacks %d monitoring values, which start anew: %s", len(fresh), ", ".join(fresh))
+        values[name] = _ABSENT if found is _ABSENT else _convert(found, leaf)
+        if values[name] is _ABSENT and not name.startswith("monitor"):
+            came = "nothing" if found is _ABSENT else f"shape {np.shape(found)}"
+            raise ValueError(f"checkpoint holds {came} for {name}, the state needs shape {np.shape(leaf)}")
+    lacking = [name for name, value in values.items() if value is _ABSENT]
+    if lacking:
+        _log.warning("checkpoint lacks %d monitoring values, which start anew: %s", len(lacking), ", ".join(lacking))
+    # A window and its count begin anew together: half of an old one would count what was never measured.
+    windows = {_window(name) for name in lacking} - {None}
+    out = [
+        leaf if value is _ABSENT or _window(name) in windows else value
+        for (name, value), (_, leaf) in zip(values.items(), leaves, strict=True)
+    ]
     return jax.tree.unflatten(structure, out)
+
+
+def _window(name: str) -> str | None:
+    """The detector window that a value belongs to."""
+    return next((window for window in _WINDOWS if name.startswith(window)), None)
 
 
 def _find(tree: Any, path: tuple[Any, ...]) -> Any:

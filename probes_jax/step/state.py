@@ -103,7 +103,7 @@ class TrainState:
         key = _as_key(rngs)
         binding = wrap(model)
         partition = find_partition(plan, batch, find_mesh(batch, shardings))
-        with partition.context():
+        with partition.advice():
             core = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition)
             settings = describe(
                 binding,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -11,15 +10,12 @@ import numpy as np
 from jax.core import Tracer
 
 from probes_jax.step.pack import widen
-from probes_jax.step.program import step_program
+from probes_jax.step.program import enabled, step_program
 from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.state import TrainState
 
-
-def enabled() -> bool:
-    """False when the environment says PROBES_JAX=off: every call is then a plain train step."""
-    return os.environ.get("PROBES_JAX", "on").lower() not in ("off", "0", "false", "no")
+_LAST_STEP = 2**31 - 1  # steps are counted in int32; a run that gets there goes on without counting
 
 
 def program_of(settings: Settings, step: int) -> str:
@@ -65,8 +61,7 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
     if isinstance(state.step, Tracer):
-        with state.settings.partition.context(traced=True):
-            return _traced(state, batch)
+        return _traced(state, batch)
     if isinstance(state.key, jax.Array) and state.key.is_deleted():
         raise ValueError(
             "state was given to a step before, which reused its memory; use the state that the step returned, or "
@@ -75,9 +70,9 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
     step = int(state.step)
     run = compiled(state.settings, program_of(state.settings, step))
     # An explicit transfer, so that a loop under jax.transfer_guard goes on.
-    with state.settings.partition.context():
-        after, report = run(jax.device_put(np.int32(step)), state.core, batch)
-    return TrainState.from_core(np.array(step + 1, np.int32), after, state.settings), report
+    after, report = run(jax.device_put(np.int32(step)), state.core, batch)
+    later = np.array(min(step, _LAST_STEP - 1) + 1, np.int32)
+    return TrainState.from_core(later, after, state.settings), report
 
 
 def _traced(state: TrainState, batch: Any) -> tuple[TrainState, Report]:

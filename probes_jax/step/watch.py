@@ -35,7 +35,7 @@ class Values:
 def read_values(reduced: Reduced) -> Values:
     """Loss and gradient norm from merged leaves."""
     total, weight = reduced.leaf("loss/mean", "total")[0], reduced.leaf("loss/mean", "weight")[0]
-    has_loss = weight > 0
+    has_loss = weight != 0  # a NaN among the weights is no empty batch
     loss = total / jnp.where(has_loss, weight, 1.0)
     keys = {entry.key for entry in reduced.layout.entries}
     square, frozen, bad = jnp.float32(0.0), jnp.float32(0.0), jnp.float32(0.0)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from probes_jax.observe.binding import Captured
+from probes_jax.observe.binding import Captured, slots_like
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.wrap import wrap
 from probes_jax.spec.summary import decode_count
@@ -114,3 +114,38 @@ def observed_and_plain(module, loss_fn, batch):
     assert jax.tree.structure(observed.state) == jax.tree.structure(parts.state)
     assert set(observed.captured.points) | set(observed.captured.missing) == set(observed.captured.seen)
     return observed, binding, parts
+
+
+def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit):
+    """Loss and parameter gradients of a run with taps, and the statistics of backward gradients by label."""
+    captured = []
+
+    def objective(params, taps):
+        rngs = Rngs(KEY)
+        bound = binding.bind(params, parts.state, rngs=rngs, measure=measure, taps=taps)
+        loss = loss_fn(bound, batch, rngs)
+        captured.append(bound.finish())
+        return loss, captured[-1].raw
+
+    def step(params):
+        _, raw = jax.eval_shape(objective, params, None)
+        (loss, _), (grads, found) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, slots_like(raw))
+        return loss, grads, captured[-1].backward(found)
+
+    def values(params):
+        loss, grads, points = step(params)
+        captured.append(tuple(points))
+        return loss, grads, list(points.values())
+
+    loss, grads, summaries = jax.device_get(jit(values)(parts.params))
+    rows = {}
+    for point, summary in zip(captured[-1], summaries, strict=True):
+        labels = point.labels(summary.stack_shape())
+        for row, label in enumerate(labels):
+            leaves = {
+                name: np.asarray(leaf).reshape(len(labels), *leaf.shape[len(summary.stack_shape()) :])[row]
+                for name, leaf in summary.leaves.items()
+            }
+            assert label not in rows, label
+            rows[label.removeprefix("act/").removesuffix("/{stat}")] = statistics(leaves)
+    return loss, grads, rows

@@ -395,10 +395,3 @@ def test_any_random_stream_works_and_depends_on_the_key_only():
     named = wrap(AnyStream(), streams=("dropout", "noise")).bind({}, {}, rngs=Rngs(jax.random.key(0)))(X)
     own = AnyStream().apply({}, X, rngs=Rngs(jax.random.key(0)).streams(("params", "dropout", "noise")))
     np.testing.assert_array_equal(named, own)
-
-
-def test_taps_pass_through():
-    binding, parts = start(Shared(), mean_output, X)
-    bound = binding.bind(parts.params, {}, measure=summarize_magnitude, taps={"layer": jnp.zeros(3)})
-    np.testing.assert_array_equal(bound(X), Shared().apply({"params": parts.params}, X))
-    assert len(bound.finish().points) == 4

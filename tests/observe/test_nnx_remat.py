@@ -284,3 +284,52 @@ def test_two_threads_observe_and_a_third_runs_plain():
     assert len(results["a"].rows) == 6
     assert results["plain"].captured.seen == ()
     assert nnx.Linear.__call__ is before
+
+
+class OtherAxis(nnx.Module):
+    """Stacked kernels over their last axis, biases over their first, and a layer that is square in every way."""
+
+    def __init__(self, rngs):
+        axes = nnx.StateAxes({nnx.PathContains("kernel"): 2, ...: 0})
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs), out_axes=axes)(rngs.split(3))
+        metadata = {nnx.PARTITION_NAME: "layers"}
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("in", "out"))
+        self.square = nnx.vmap(
+            lambda rngs: nnx.Linear(4, 4, kernel_init=kernel, rngs=rngs),
+            out_axes=nnx.StateAxes({nnx.PathContains("kernel"): 1, ...: 0}),
+            transform_metadata=metadata,
+        )(rngs.split(4))
+        self.axes, self.metadata = axes, metadata
+
+    def __call__(self, x):
+        x = nnx.scan(lambda layer, x: layer(x), in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+        square = nnx.StateAxes({nnx.PathContains("kernel"): 1, ...: 0})
+        run = nnx.scan(
+            lambda layer, x: layer(x), in_axes=(square, nnx.Carry), out_axes=nnx.Carry, transform_metadata=self.metadata
+        )
+        return run(self.square, x)
+
+
+def test_the_layer_axis_of_each_parameter():
+    with nnx.use_eager_sharding(False):  # names of axes without a mesh
+        observed, _, parts = observed_and_plain(OtherAxis(nnx.Rngs(0)), mean_output, X)
+    shapes = {(name, leaf): x.shape for name, layer in parts.params.items() for leaf, x in layer.items()}
+    labels = label_params(shapes, observed.captured.stacks, observed.captured.axes)
+    assert labels["layers", "kernel"] == (tuple(f"layers[{i}]/kernel" for i in range(3)), 2)
+    assert labels["layers", "bias"] == (tuple(f"layers[{i}]/bias" for i in range(3)), 0)
+    assert labels["square", "kernel"] == (tuple(f"square[{i}]/kernel" for i in range(4)), 1)
+    assert labels["square", "bias"] == (tuple(f"square[{i}]/bias" for i in range(4)), 0)
+    expected = X
+    for layer in range(3):
+        expected = expected @ parts.params["layers"]["kernel"][:, :, layer] + parts.params["layers"]["bias"][layer]
+    assert observed.rows["layers[2]"]["abs_max"] == pytest.approx(float(jnp.abs(expected).max()), rel=1e-5)
+
+
+def test_parameters_of_stacked_layers_have_the_names_of_their_activations():
+    observed, _, parts = observed_and_plain(Stacked(nnx.Rngs(0)), mean_output, X)
+    shapes = {
+        tuple(key.key for key in keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(parts.params)
+    }
+    labels = label_params(shapes, observed.captured.stacks, observed.captured.axes)
+    assert labels["stacks", "1", "inner", "kernel"] == (tuple(f"stacks[1][{i}]/inner/kernel" for i in range(3)), 0)
+    assert labels["first", "kernel"] == (("first/kernel",), None)

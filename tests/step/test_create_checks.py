@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import VOCAB, make_batch, make_state
+from tests.step.small import GROUPS, VOCAB, NNXModel, loss_fn, make_batch, make_state
 
 
 @pytest.mark.parametrize(
@@ -69,3 +73,38 @@ def test_everything_lies_where_a_batch_on_one_device_lies():
     state, report = pj.monitored_train_step(make_state(batch=batch), batch)
     assert {x.device for x in jax.tree.leaves(state.core)} == {device}
     assert report.scalars()["loss/mean"] > 0
+
+
+def make_state_with(module, weights, key):
+    return pj.TrainState.create(
+        model=module,
+        tx=optax.sgd(0.1),
+        loss_fn=loss_fn,
+        plan=pj.Plan(groups=GROUPS),
+        batch=make_batch(),
+        variables=weights,
+        rngs=key,
+    )
+
+
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_donation_takes_nothing_that_is_the_caller_s(key):
+    """One key for two states, and an nnx state given as variables: both outlive the steps."""
+    mine = key(3)
+    module = NNXModel(nnx.Rngs(0))
+    weights = nnx.state(NNXModel(nnx.Rngs(1)), nnx.Param)
+    for _ in range(2):
+        state = make_state_with(module, weights, mine)
+        pj.monitored_train_step(state, make_batch())
+    assert jax.random.uniform(mine) >= 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(nnx.to_pure_dict(weights)))
+
+
+def test_the_last_step_that_int32_counts_is_no_end():
+    state = dataclasses.replace(make_state(donate=False), step=np.array(2**31 - 2, np.int32))
+    for _ in range(3):
+        state, report = pj.monitored_train_step(state, make_batch())
+    assert int(state.step) == 2**31 - 1
+    assert report.scalars()["loss/mean"] > 0
+    with pytest.raises(ValueError, match=r"Plan scan_every must be below 2\*\*31"):
+        pj.Plan(scan_every=2**40)

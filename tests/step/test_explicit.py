@@ -167,13 +167,16 @@ def test_a_caller_who_set_no_mesh():
     assert_same(alone, found)
 
 
-def test_a_mesh_with_explicit_and_automatic_axes():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("types", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_a_mesh_with_explicit_and_automatic_axes(types, microbatches):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
     batches = [make_batch(seed, batch=16) for seed in range(2)]
     _, alone = run(Model(), batches)
     with jax.set_mesh(mesh):
         placed = [place(batch, mesh, P("data")) for batch in batches]
-        _, found = run(Model(), placed, shardings=tensor_parallel)
+        rule = tensor_parallel if types[1] == AxisType.Auto else data_parallel
+        _, found = run(Model(), placed, shardings=rule, microbatches=microbatches)
     assert_same(alone, found)
 
 
@@ -214,8 +217,10 @@ def test_microbatches_smaller_than_the_mesh():
     batches = [make_batch(seed, batch=16) for seed in range(2)]
     _, alone = run(Model(), batches)
     with jax.set_mesh(mesh):
-        _, found = run(Model(), [place(batch, mesh, P("data")) for batch in batches], microbatches=4)
+        state, found = run(Model(), [place(batch, mesh, P("data")) for batch in batches], microbatches=4)
+        _, report = pj.monitored_train_step(state, place(batches[0], mesh, P("data")))
     assert_same(alone, found)
+    assert "do not divide over the mesh axes ['data']" in dict(report.coverage.missing)["loss/shard"]
 
 
 def test_training_is_unchanged(monkeypatch):
@@ -262,3 +267,18 @@ def test_a_loop_of_ones_own():
 
 
 assert LENGTH % 2 == 0  # the context mesh cuts the length in two
+
+
+def test_a_layer_that_is_not_made_for_explicit_axes_says_what_to_do():
+    """`nn.Dropout` makes its mask without a type."""
+
+    class Dropped(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Dense(WIDTH, name="embed")(jax.nn.one_hot(tokens, VOCAB))
+            return nn.Dense(VOCAB, name="head")(nn.Dropout(0.5, deterministic=False)(x))
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(Exception, match="select `which`") as caught:
+        make(Dropped(), place(make_batch(batch=16), mesh, P("data")))
+    assert any("AxisType.Auto" in note for note in caught.value.__notes__)

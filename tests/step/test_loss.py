@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import probes_jax as pj
 from probes_jax.step.loss import check_loss
-from tests.step.small import make_batch, make_state
+from tests.step.small import GROUPS, Model, make_batch, make_state
 
 
 def ones(*shape):
@@ -178,3 +179,86 @@ def test_a_model_called_inside_a_transform_needs_its_variables():
     state, report = pj.monitored_train_step(state, make_batch())
     assert report.scalars()["grad/norm"] > 0
     assert report.coverage.missing  # what the transform hides is named
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("plan", [{}, {"guard": pj.Guard(nonfinite=False, co_spike=True)}, {"skip_empty": True}])
+def test_a_nan_among_the_weights_is_no_empty_batch(plan, microbatches):
+    batch = make_batch(masked=False)
+    batch["mask"][0, 0] = np.nan
+    state = make_state(plan=pj.Plan(groups=GROUPS, **plan), microbatches=microbatches)
+    _, report = pj.monitored_train_step(state, batch)
+    found = report.scalars()
+    assert np.isnan(found["loss/mean"])
+    assert found["data/empty_steps"] == 0
+    assert found["loss/spike/score"] == np.inf
+    assert found["alert/nonfinite_steps"] == 1
+
+
+def test_the_mask_is_a_constant_of_the_loss():
+    """Numerator and denominator alike: the gradient of sum(m * nll) / sum(m) at constant m, in any microbatches."""
+
+    def soft(model, batch, rngs):
+        logits = model(batch["tokens"])
+        return pj.Loss(nll=logits[..., 0] ** 2, mask=jax.nn.softplus(logits[..., 1]))
+
+    def by_definition(params):
+        logits = Model().apply({"params": params}, make_batch()["tokens"])
+        mask = jax.lax.stop_gradient(jax.nn.softplus(logits[..., 1]))
+        return (mask * logits[..., 0] ** 2).sum() / mask.sum()
+
+    for microbatches in (1, 4):
+        state = make_state(loss_fn=soft, plan=pj.Plan(), tx=optax.sgd(1.0), microbatches=microbatches, donate=False)
+        wanted = jax.grad(by_definition)(state.params)
+        after, _ = pj.monitored_train_step(state, make_batch())
+        jax.tree.map(
+            lambda a, b, g: np.testing.assert_allclose(a - b, g, rtol=1e-3, atol=1e-6),
+            state.params,
+            after.params,
+            wanted,
+        )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_float16_gradients_do_not_grow_with_the_number_of_tokens(microbatches):
+    """The gradient of a sum over 4,096 tokens overflows float16 where that of their mean does not."""
+
+    def loss_fn(model, batch, rngs):
+        return pj.Loss(nll=jnp.square(model(batch["x"])[..., 0] - 1.0))
+
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, dtype=jnp.float16, param_dtype=jnp.float16, name="dense")(x)
+
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(64, 64, 4)).astype(np.float16)}
+    state = make_state(
+        model=Half(),
+        loss_fn=loss_fn,
+        plan=pj.Plan(),
+        batch=batch,
+        tx=optax.sgd(0.1),
+        microbatches=microbatches,
+        loss_scale=1024.0,
+    )
+    _, report = pj.monitored_train_step(state, batch)
+    assert 0.1 < report.scalars()["grad/norm"] < 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"nll": None}, "Loss nll must be an array, got NoneType"),
+        ({"extra": None}, "Loss extra must be a dict of scalars by name, got NoneType"),
+        ({"extra": [1.0]}, "Loss extra must be a dict"),
+        ({"extra": {"z": "a"}}, r"Loss extra\['z'\] must be an array, got str"),
+        ({"extra": {"z": 1j}}, r"Loss extra\['z'\] must be a float, got complex"),
+        ({"logits": 1.0}, r"Loss logits must be float \[..., classes\]"),
+        ({"mask": "all"}, "Loss mask must be an array, got str"),
+        ({"aux": "text"}, "Loss aux must hold arrays only, got str"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        check_loss(pj.Loss(**{"nll": ones(2, 3), **fields}), ())

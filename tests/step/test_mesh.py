@@ -6,6 +6,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -200,3 +201,27 @@ def test_state_keeps_its_shardings():
     assert kernel.sharding.spec == PartitionSpec("data", None) or kernel.sharding.spec == PartitionSpec("data")
     moment = state.opt_state.stages[1].mu["block_0"]["up"]["kernel"]
     assert moment.sharding.is_equivalent_to(kernel.sharding, 2)
+
+
+WRAPPED = {
+    "masked": lambda: optax.masked(optax.adam(0.1), lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "multi_transform": lambda: optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.set_to_zero()},
+        lambda params: {name: "b" if name == "embed" else "a" for name in params},
+    ),
+    "muon": lambda: optax.contrib.muon(0.1),
+    "chain": lambda: pj.chain(("clip", optax.clip_by_global_norm(1.0)), ("masked", WRAPPED["masked"]())),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_moments_lie_where_their_parameter_lies_however_optax_wraps_them(name):
+    mesh = mesh_of(data=8)
+    batch = shard(make_batch(batch=16), mesh, "data")
+    state = make_state(tx=WRAPPED[name](), batch=batch, shardings=fsdp)
+    kernel = state.params["block_0"]["up"]["kernel"]
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == kernel.shape]
+    assert moments
+    assert {x.sharding for x in moments} == {kernel.sharding}
+    state, report = pj.monitored_train_step(state, batch)
+    assert np.isfinite(report.scalars()["update/norm"])

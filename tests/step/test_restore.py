@@ -121,3 +121,22 @@ def test_the_state_says_which_batch_is_next(tmp_path):
         resumed, report = pj.monitored_train_step(resumed, make_batch(index))
         steps.append(report.readings()[0].step)
     assert steps == [5, 6, 7]
+
+
+@pytest.mark.parametrize(("window", "clip_window"), [(64, 128), (256, 128), (128, 16)])
+def test_a_window_of_another_length_begins_anew_as_a_whole(window, clip_window):
+    """Half of it kept, its zeros would count as measurements: false spikes, and a guard that skips good updates."""
+    plan = pj.Plan(groups=GROUPS, window=128, min_history=4)
+    state, _ = train(make_state(plan=plan), range(8))
+    other = pj.Plan(groups=GROUPS, window=window, clip_window=clip_window, min_history=4)
+    resumed = pj.restore_state(make_state(plan=other), state)
+    changed = "loss/spike/score" if window != 128 else "grad/clip_rate"
+    for index in range(8, 14):
+        resumed, report = pj.monitored_train_step(resumed, make_batch(index))
+        found = report.scalars()
+        assert found.get("alert/co_spike", 0) == 0
+        assert abs(found.get("loss/spike/score", 0)) < 50
+        if changed == "loss/spike/score":
+            assert ("loss/spike/score" in found) == (index >= 12)  # after four values of its own
+        else:
+            assert "loss/spike/score" in found  # the other window went on

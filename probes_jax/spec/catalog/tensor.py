@@ -1,9 +1,8 @@
-"""Statistics of observed activations."""
+"""Statistics of observed activations and of their backward gradients."""
 
 from probes_jax.spec.metric import Cadence, MetricSpec, Priority
 
 _SOURCE = "Deng 2026, Reading a Pretraining Run, section 6"
-_TIMING = "forward pass of the step, as the module returned it"
 _SUMS = "sums and counts over elements, microbatches and shards, then divided"
 _MAX = "maximum over elements, microbatches and shards"
 
@@ -44,32 +43,49 @@ _STATS = (
     ("max", "max", "1", "max x", _MAX, "one-sided outliers"),
 )
 
-METRICS = (
-    MetricSpec(
-        name="act/abs_max",
+
+def _family(prefix: str, what: str, timing: str, worst: str) -> tuple[MetricSpec, ...]:
+    first = MetricSpec(
+        name=f"{prefix}/abs_max",
         symbol="max|x|",
         unit="1",
         priority=Priority.P0,
         cadence=Cadence.EVERY_100,
-        definition="the worst absolute maximum over all observed activations, and which one it is",
+        definition=f"the worst absolute maximum over all {what}, and which one it is",
         reduction="maximum over points and layers",
-        timing=_TIMING,
-        catches="overflow, non-finite values, silent corruption anywhere in the forward pass",
+        timing=timing,
+        catches=worst,
         source=_SOURCE,
-    ),
-    *(
+    )
+    statistics = (
         MetricSpec(
-            name=f"act/{{path}}/{stat}",
+            name=f"{prefix}/{{path}}/{stat}",
             symbol=symbol,
             unit=unit,
             priority=Priority.P1,
             cadence=Cadence.EVERY_100,
             definition=definition,
             reduction=reduction,
-            timing=_TIMING,
+            timing=timing,
             catches=catches,
             source=_SOURCE,
         )
         for stat, symbol, unit, definition, reduction, catches in _STATS
+    )
+    return (first, *statistics)
+
+
+METRICS = (
+    *_family(
+        "act",
+        "observed activations",
+        "forward pass of the step, as the module returned it",
+        "overflow, non-finite values, silent corruption anywhere in the forward pass",
+    ),
+    *_family(
+        "grad_act",
+        "backward gradients of observed activations",
+        "backward pass of the step: of the mean loss, without loss scale; absent where the loss does not depend on it",
+        "an explosion on its way back, seen at the layer where it begins",
     ),
 )

@@ -1,0 +1,1 @@
+"""What the measured values mean together: where a trouble began."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from flax.core import tracers
+from jax.extend.core import get_opaque_trace_state
 
 from probes_jax.observe.census import Result, Visit, settle
 from probes_jax.observe.point import Point
@@ -83,7 +83,7 @@ class LossObserver:
         self._visits: list[Visit] = []
         self._measure = measure
         self._taps = taps or ()
-        self._trace = tracers.current_trace()
+        self._trace = get_opaque_trace_state(convention="flax")
 
     def take(self, path: tuple[str, ...], value: Any) -> Any:
         """See `Observer.take`."""
@@ -91,7 +91,7 @@ class LossObserver:
         visit = Visit((LOSS, *path), CLASS, "__call__", tuple(leaves))
         if not leaves:
             return value
-        if tracers.current_trace() != self._trace:
+        if get_opaque_trace_state(convention="flax") != self._trace:
             self._visits.append(Visit(*visit.key, visit.leaves, OUTSIDE))
             return value
         record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, CLASS, "__call__")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from probes_jax.host import shutdown
+from probes_jax.host.announce import announce
 from probes_jax.host.backlog import Backlog, Pending
 from probes_jax.host.drain import Drain
 from probes_jax.host.health import Health, log
@@ -110,6 +111,8 @@ class Recorder:
             process_index = check.integer("Recorder process_index", process_index, 0)
         self._outlets = Outlets(path, plan, writer=writer, sinks=sinks, flush_every=flush_every, clock=clock)
         self._backlog = Backlog(queue_size, _CAPACITY_BYTES)
+        self._plan = plan
+        self._announced: set[Layout] = set()
         self._guarded = plan is not None and plan.guard is not None
         self._clock = clock
         self._patience = patience
@@ -144,6 +147,9 @@ class Recorder:
             return
         if self._closed:
             raise ValueError("record() after close(); make a new Recorder to record more")
+        if layout not in self._announced:  # a new program: once or twice in a run
+            self._announced.add(layout)
+            announce(report, self._plan)
         worker = self._worker or self._start()
         nbytes = _checked_nbytes(buffer, layout)
         if self._distributed:

@@ -7,6 +7,8 @@ import numbers
 import re
 from typing import Any
 
+from probes_jax.spec.roles import ROLES
+
 _MOST = 2**31 - 1
 
 
@@ -64,3 +66,30 @@ def pattern(name: str, value: Any) -> str:
     except re.error as error:
         raise ValueError(f"{name} is not a regular expression, got {value!r}: {error}") from None
     return value
+
+
+def chosen(name: str, value: Any) -> str:
+    """A regular expression, or `role:` and a word."""
+    if isinstance(value, str) and value.startswith("role:"):
+        if not value.removeprefix("role:").strip():
+            raise ValueError(
+                f"{name} {value!r} names no role; the roles are {', '.join(ROLES)}, and those of Plan roles"
+            )
+        return value
+    return pattern(name, value)
+
+
+def roles(name: str, value: Any) -> tuple[tuple[str, str], ...]:
+    """Pairs of a regular expression and a role.
+
+    >>> roles("Plan roles", [("mixer$", "attention_output")])
+    (('mixer$', 'attention_output'),)
+    """
+    pairs = tuple(value) if isinstance(value, tuple | list) else (value,)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise ValueError(
+                f'{name} must be (regular expression, role) pairs, got {value!r}; write (("mixer", "query"),)'
+            )
+        pattern(name, pair[0])
+    return tuple((str(first), str(second)) for first, second in pairs)

@@ -50,7 +50,10 @@ class Plan:
         skip_empty: Leave the state untouched by a batch without a valid token.
         embeddings: Regular expression on the parameter path; zero fractions of these gradients are reported apart.
         backward: Measure the gradients of the observed activations, too, where the activations are measured.
-        exclude: Regular expressions on the point name; matching activations are not observed.
+        include: Which activations are observed: regular expressions on the point name, or `role:` and a role
+            (`role:query`); empty means all.
+        exclude: The same, for those that are not observed.
+        roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the last axis of activations. A wrong guess costs a small collective,
             never a wrong number.
@@ -67,12 +70,20 @@ class Plan:
     skip_empty: bool = False
     embeddings: str = r"(?i)embed|(^|/)wte|(^|/)wpe"
     backward: bool = True
+    include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    roles: tuple[tuple[str, str], ...] = ()
     token_axes: tuple[str, ...] | None = None
     feature_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("groups", "exclude", "feature_axes", *(() if self.token_axes is None else ("token_axes",))):
+        for name in (
+            "groups",
+            "include",
+            "exclude",
+            "feature_axes",
+            *(() if self.token_axes is None else ("token_axes",)),
+        ):
             self._set(name, check.names(f"Plan {name}", getattr(self, name)))
         for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):
             self._set(name, check.integer(f"Plan {name}", getattr(self, name), least))
@@ -81,8 +92,10 @@ class Plan:
         check.flag("Plan skip_empty", self.skip_empty)
         check.flag("Plan backward", self.backward)
         check.pattern("Plan embeddings", self.embeddings)
-        for text in self.exclude:
-            check.pattern("Plan exclude", text)
+        for name in ("include", "exclude"):
+            for text in getattr(self, name):
+                check.chosen(f"Plan {name}", text)
+        self._set("roles", check.roles("Plan roles", self.roles))
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise ValueError(f"Plan guard must be a Guard or None, got {self.guard!r}; write guard=Guard()")
         self._check_groups()

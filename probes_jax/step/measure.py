@@ -131,7 +131,7 @@ def finish(
     buffer, layout = pack_report(reduced, scalars, counters, step)
     if mesh is not None:
         buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
-    return monitor, Report(buffer, layout, coverage, part.aux)
+    return monitor, Report(buffer, layout, coverage, part.aux, settings.plan.fingerprint)
 
 
 def _was_clipped(settings: Settings, opt_state: Any, values: Values) -> jax.Array | None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from probes_jax.observe.named import LossObserver, observing
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
+from probes_jax.observe.roles import role_of
 from probes_jax.signals.logits import measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
 from probes_jax.spec.plan import Plan
@@ -146,7 +147,13 @@ class Objective:
         return total, weight, part
 
     def _is_wanted(self, point: Point) -> bool:
-        return not any(re.search(pattern, str(point)) for pattern in self.plan.exclude)
+        role = role_of(point, self.plan.roles)
+
+        def matches(text: str) -> bool:
+            return text == f"role:{role}" or (not text.startswith("role:") and re.search(text, str(point)) is not None)
+
+        included = not self.plan.include or any(map(matches, self.plan.include))
+        return included and not any(map(matches, self.plan.exclude))
 
     def _wanted(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
         """Without those that the plan excludes; what nobody reads is not computed."""

@@ -34,7 +34,9 @@ class Coverage:
         return "\n".join(lines + [f"  missing {name}: {reason}" for name, reason in self.missing])
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("buffer", "aux"), meta_fields=("layout", "coverage"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("buffer", "aux"), meta_fields=("layout", "coverage", "plan")
+)
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Everything measured in one step, or in `T` steps of an outer `lax.scan`.
@@ -44,12 +46,14 @@ class Report:
         aux: `Loss.aux` as the loss function returned it; with microbatches stacked `[K, ...]`.
         layout: Names and offsets (static).
         coverage: What could and could not be measured (static).
+        plan: Fingerprint of the plan that it was measured by (static); empty where nothing was.
     """
 
     buffer: jax.Array
     layout: Layout
     coverage: Coverage = Coverage()
     aux: Any = None
+    plan: str = ""
 
     def __repr__(self) -> str:
         return f"<Report of the {self.layout.program} program, {len(self.layout.entries)} entries: scalars() reads it>"

@@ -164,3 +164,22 @@ def test_nan_that_begins_in_the_backward_pass():
     assert np.isfinite(found["grad_act/head/abs_max"])
     assert not np.isfinite(found["grad_act/zero/abs_max"])
     assert not np.isfinite(found["grad_act/embed/abs_max"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "points"),
+    [
+        ({"include": ("role:norm",)}, {"block[0]/norm", "block[1]/norm"}),
+        ({"include": ("role:logits", "^embed$")}, {"embed", "head", "output"}),
+        ({"include": ("^block",), "exclude": ("role:norm", "role:residual", "up")}, {"block[0]/down", "block[1]/down"}),
+        ({"roles": (("(up|down)$", "width"),), "include": ("role:width",), "exclude": (r"\[1\]",)},
+         {"block[0]/up", "block[0]/down"}),
+    ],
+)  # fmt: skip
+def test_points_are_chosen_by_name_and_by_role(settings, points):
+    _, report = pj.monitored_train_step(make_state(plan=pj.Plan(groups=GROUPS, **settings)), make_batch())
+    found = report.scalars()
+    for family in ("act", "grad_act"):
+        names = [name for name in found if name.startswith(f"{family}/") and name.endswith("/rms")]
+        assert {name.removeprefix(f"{family}/").removesuffix("/rms") for name in names} == points
+    assert set(report.coverage.reported) == points

@@ -1,0 +1,32 @@
+"""What is worth a line in the log when a program reports for the first time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from probes_jax.host.health import log
+from probes_jax.spec.plan import Plan
+
+_MOST = 8  # missing points that are named
+
+
+def announce(report: Any, plan: Plan | None) -> None:
+    """Says what of this program cannot be seen, and why; and when its plan is not the recorder's.
+
+    Args:
+        report: The first report of a layout. Only what is static in it is read.
+        plan: The recorder's plan, or None.
+    """
+    its = getattr(report, "plan", "")
+    if plan is not None and its and its != plan.fingerprint:
+        log.warning(
+            "the reports come from another plan than the recorder's, which the run folder names and whose thresholds "
+            "its tables use; give both the same: Recorder(folder, plan), TrainState.create(plan=plan)"
+        )
+    coverage = getattr(report, "coverage", None)
+    missing = getattr(coverage, "missing", ())
+    if missing and getattr(coverage, "seen", ()):
+        lines = [f"  {name}: {reason}" for name, reason in missing[:_MOST]]
+        if len(missing) > _MOST:
+            lines.append(f"  and {len(missing) - _MOST} more, which report.coverage names")
+        log.warning("not measured in this run:\n%s", "\n".join(lines))

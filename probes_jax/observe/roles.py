@@ -1,0 +1,79 @@
+"""Which role a point has, from the names that Flax's own layers and common models use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from probes_jax.observe.point import Point
+
+_Q, _K, _V = r"q|query|queries", r"k|key|keys", r"v|value|values"
+_NORM = r"ln|norm|layer_?norm|rms_?norm"
+
+
+def _projection(name: str) -> str:
+    return rf"(?:{name})(?:_?(?:proj|projection|lin|linear|dense|einsum))?|w_?(?:{name})|to_(?:{name})"
+
+
+def _normalized(name: str) -> str:
+    return rf"(?:{name})_?(?:{_NORM})|(?:{_NORM})_?(?:{name})"
+
+
+# Of the last element of the path, without its number; the first rule that fits is taken.
+_BY_NAME = (
+    ("normalized_query", _normalized(_Q)),
+    ("normalized_key", _normalized(_K)),
+    ("query", _projection(_Q)),
+    ("key", _projection(_K)),
+    ("value", _projection(_V)),
+    ("router", r"router|routing|moe_gate|gate_logits"),
+    ("expert_output", r"experts?|moe|mixture|.*_experts?"),
+    ("logits", r"(?:lm_)?head|logits?|lm_logits|unembed\w*|output_projection"),
+    ("embedding", r"\w*embed\w*|wte|wpe|token_type"),
+    ("attention_output", r"(?:self_|cross_)?att(?:n|ention)\w*"),
+    ("feed_forward", r"mlp\w*|ffn?\w*|feed_?forward\w*|intermediate"),
+    ("norm", rf"\w*(?:{_NORM})\w*"),
+)
+_BY_CLASS = (
+    ("embedding", r"\w*Embed\w*"),
+    ("norm", r"\w*(?:Norm|norm)\w*"),
+    ("attention_output", r"\w*Attention\w*"),
+    ("feed_forward", r"\w*(?:MLP|Mlp|FeedForward|FFN)\w*"),
+    ("router", r"\w*Router\w*"),
+    ("expert_output", r"\w*(?:MoE|Moe|Experts?)"),
+    ("residual", r"\w*(?:Block|Layer)(?:_\d+)?"),
+)
+_INSIDE_ATTENTION = re.compile(r"(?:self_|cross_)?att(?:n|ention)\w*", re.IGNORECASE)
+_INSIDE_FEED_FORWARD = re.compile(r"mlp\w*|ffn?\w*|feed_?forward\w*", re.IGNORECASE)
+_OUT = re.compile(r"o|out|o_?proj|out_?proj|output|c_?proj|wo|proj|attn_vec_einsum", re.IGNORECASE)
+
+
+def role_of(point: Point, given: Sequence[tuple[str, str]] = ()) -> str:
+    r"""One of `probes_jax.spec.roles.ROLES`, or a word of the caller's own.
+
+    Args:
+        point: Any point.
+        given: (regular expression on the point's name, role) pairs; they go first, in their order.
+
+    Example:
+        >>> role_of(Point(("block_3", "attn", "query"), "DenseGeneral"))
+        'query'
+        >>> role_of(Point(("block_3",), "Block"), [(r"block\[3\]$", "last_residual")])
+        'last_residual'
+    """
+    for pattern, role in given:
+        if re.search(pattern, str(point)):
+            return role
+    if not point.path or point.method == "attend":  # the model's own output; an embedding used as output layer
+        return "logits"
+    names = [re.sub(r"_?\d+\Z", "", element) for element in point.path if not element.isdecimal()]
+    last, above = (names or [""])[-1], names[-2] if len(names) > 1 else ""
+    if _INSIDE_ATTENTION.fullmatch(above) and _OUT.fullmatch(last):
+        return "attention_output"
+    for role, pattern in _BY_NAME:
+        if re.fullmatch(pattern, last, re.IGNORECASE):
+            return role
+    for role, pattern in _BY_CLASS:
+        if re.fullmatch(pattern, point.class_name):
+            return role
+    return "feed_forward" if _INSIDE_FEED_FORWARD.fullmatch(above) else "other"

@@ -1,0 +1,18 @@
+"""What a point is in a model: the words, the same for every architecture."""
+
+ROLES = (
+    "embedding",
+    "query",
+    "key",
+    "value",
+    "normalized_query",
+    "normalized_key",
+    "attention_output",
+    "feed_forward",
+    "router",
+    "expert_output",
+    "residual",
+    "norm",
+    "logits",
+    "other",
+)

@@ -1,0 +1,69 @@
+"""What is said once, when a program reports for the first time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+
+from probes_jax.host.recorder import Recorder
+from probes_jax.spec.plan import Plan
+from tests.host.recorder_fakes import FULL, LIGHT, buffer_of
+
+
+@dataclasses.dataclass
+class Coverage:
+    seen: tuple = ("embed", "layer", "head")
+    missing: tuple = ()
+
+
+@dataclasses.dataclass
+class Report:
+    buffer: object
+    layout: object
+    coverage: Coverage
+    plan: str = ""
+
+
+def record(reports, plan=None):
+    with Recorder(sinks=[], plan=plan, process_index=0) as recorder:
+        for report in reports:
+            recorder.record(report)
+
+
+def report(step, layout=LIGHT, missing=(), plan=""):
+    return Report(buffer_of(step, layout), layout, Coverage(missing=missing), plan)
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, "probes_jax")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_what_cannot_be_seen_is_said_once_with_the_line_that_mends_it(said):
+    missing = (("layer", "inside a JAX transform; use nn.remat"), ("opt/learning_rate", "build it with pj.chain"))
+    record([report(step, FULL, missing) for step in range(3)])
+    (line,) = said()
+    assert "layer: inside a JAX transform; use nn.remat" in line
+    assert "opt/learning_rate: build it with pj.chain" in line
+
+
+def test_a_long_list_is_cut_and_counted(said):
+    record([report(0, FULL, tuple((f"layer[{i}]", "lost") for i in range(20)))])
+    assert "and 12 more, which report.coverage names" in said()[0]
+
+
+def test_nothing_missing_says_nothing(said):
+    record([report(0, FULL), report(1, LIGHT, plan=Plan().fingerprint)], plan=Plan())
+    assert said() == []
+
+
+def test_another_plan_than_the_recorder_s_is_said(said):
+    other = Plan(scan_every=7).fingerprint
+    record([report(0, LIGHT, plan=other), report(1, LIGHT, plan=other)], plan=Plan())
+    (line,) = said()
+    assert "another plan than the recorder's" in line
+    record([report(0, LIGHT, plan=other)])  # a recorder without a plan compares nothing
+    assert len(said()) == 1

@@ -1,0 +1,63 @@
+"""The role of a point, from the names that Flax's layers and common models use."""
+
+from __future__ import annotations
+
+import pytest
+
+from probes_jax.observe.point import Point
+from probes_jax.observe.roles import role_of
+from probes_jax.spec.roles import ROLES
+
+CASES = [
+    # Flax's own layers
+    ("embed", "Embed", "embedding"),
+    ("block_0/MultiHeadDotProductAttention_0/query", "DenseGeneral", "query"),
+    ("block_0/attn/key", "LinearGeneral", "key"),
+    ("block_0/attn/value", "LinearGeneral", "value"),
+    ("block_0/attn/out", "DenseGeneral", "attention_output"),
+    ("block_0/attn/query_ln", "LayerNorm", "normalized_query"),
+    ("block_0/attn/key_ln", "LayerNorm", "normalized_key"),
+    ("block_0/SelfAttention_0", "SelfAttention", "attention_output"),
+    ("block_0/LayerNorm_1", "LayerNorm", "norm"),
+    ("block_0", "Block", "residual"),
+    # common models
+    ("model/layers/3/self_attn/q_proj", "Dense", "query"),
+    ("model/layers/3/self_attn/k_proj", "Dense", "key"),
+    ("model/layers/3/self_attn/v_proj", "Dense", "value"),
+    ("model/layers/3/self_attn/o_proj", "Dense", "attention_output"),
+    ("model/layers/3/self_attn/q_norm", "RMSNorm", "normalized_query"),
+    ("model/layers/3/mlp", "LlamaMLP", "feed_forward"),
+    ("model/layers/3/mlp/down_proj", "Dense", "feed_forward"),
+    ("model/layers/3/input_layernorm", "RMSNorm", "norm"),
+    ("model/layers/3", "DecoderLayer", "residual"),
+    ("transformer/wte", "Embed", "embedding"),
+    ("transformer/h/0/attn/c_proj", "Conv1D", "attention_output"),
+    ("transformer/h/0/mlp/c_fc", "Conv1D", "feed_forward"),
+    ("lm_head", "Dense", "logits"),
+    ("block/moe/router", "Dense", "router"),
+    ("block/experts", "Experts", "expert_output"),
+    ("block/Dropout_0", "Dropout", "other"),
+    ("", "Model", "logits"),
+]
+
+
+@pytest.mark.parametrize(("path", "class_name", "role"), CASES)
+def test_known_names(path, class_name, role):
+    point = Point(tuple(filter(None, path.split("/"))), class_name)
+    assert role_of(point) == role
+    assert role in ROLES
+
+
+def test_an_embedding_used_as_the_output_layer():
+    assert role_of(Point(("embed",), "Embed", "attend")) == "logits"
+
+
+def test_the_caller_s_map_goes_first_and_its_first_pair_wins():
+    point = Point(("mixer_1", "in"), "Mixer")
+    assert role_of(point, [("mixer", "query"), (r"mixer\[1\]", "key")]) == "query"
+    assert role_of(point, [("other", "query")]) == "other"
+
+
+def test_a_word_inside_a_name_is_no_role():
+    assert role_of(Point(("keyboard",), "Dense")) == "other"
+    assert role_of(Point(("block_0", "Dense_1"), "Dense")) == "other"

@@ -27,6 +27,7 @@ def tap(measure: Measure, x: jax.Array, slot: Summary) -> jax.Array:
         slot: Zeros, in the structure that `measure` returns.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from probes_jax.stats.moments import summarize_norm
         >>> slot = jax.tree.map(jnp.zeros_like, summarize_norm(jnp.ones(2)))
         >>> loss = lambda slot: 3.0 * tap(summarize_norm, jnp.ones(2), slot).sum()

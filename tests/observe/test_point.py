@@ -71,7 +71,7 @@ def values(result):
 
 def test_records_meet_their_visits_in_order():
     visits = [visit(("a",)), visit(("b",), "no way"), visit(("a",)), visit(("a",), "no way"), visit(("a",))]
-    returned = [(("a",), record(1)), (("a",), record(2)), (("a",), record(3))]
+    returned = [(("a",), "", record(1)), (("a",), "", record(2)), (("a",), "", record(3))]
     result = settle(visits, returned, [], [])
     assert values(result) == {"a": 1.0, "a#1": 2.0, "a#3": 3.0}
     assert {str(p): why for p, why in result.missing.items()} == {"b": "no way", "a#2": "no way"}
@@ -79,20 +79,26 @@ def test_records_meet_their_visits_in_order():
 
 
 def test_a_record_that_does_not_come_back_is_missing_and_one_not_seen_is_a_point():
-    result = settle([visit(("a",))], [(("b",), record(5))], [], [])
+    result = settle([visit(("a",))], [(("b",), "", record(5))], [], [])
     assert values(result) == {"b": 5.0}
     assert {str(p): why for p, why in result.missing.items()} == {"a": LOST}
     assert len(result.seen) == 2
 
 
+def test_records_of_different_transforms_do_not_meet_each_other_s_visits():
+    visits = [visit(("a",), place="=1"), visit(("a",), place="=")]
+    result = settle(visits, [(("a",), "=", record(1)), (("a",), "=1", record(2))], [], [])
+    assert values(result) == {"a": 2.0, "a#1": 1.0}
+
+
 def test_a_record_of_its_own_needs_no_return():
-    result = settle([visit(("a",), record=record(4)), visit(("a",))], [(("a",), record(6))], [], [])
+    result = settle([visit(("a",), record=record(4)), visit(("a",))], [(("a",), "", record(6))], [], [])
     assert values(result) == {"a": 4.0, "a#1": 6.0}
 
 
 def test_records_of_a_nested_apply_and_leaves_in_the_output_s_order():
     both = Record({"b": summarize_magnitude(jnp.ones(())), "a": summarize_magnitude(jnp.zeros(()))}, "A", "m", ("in",))
-    result = settle([visit(("out", "in"), method="m", leaves=("b", "a"))], [(("out",), both)], [], [])
+    result = settle([visit(("out", "in"), method="m", leaves=("b", "a"))], [(("out",), "", both)], [], [])
     assert [str(p) for p in result.points] == ["out/in.m:b", "out/in.m:a"]
 
 

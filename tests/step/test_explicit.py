@@ -249,9 +249,7 @@ def test_a_loop_of_ones_own():
 
         @jax.jit
         def step(params, opt_state, monitor, batch):
-            (_, part), gradients = jax.value_and_grad(monitor.loss, has_aux=True)(
-                params, batch, jax.random.key(0), scan=True
-            )
+            (_, part), gradients = monitor.value_and_grad(params, batch, jax.random.key(0), scan=True)
             updates, new_opt_state = tx.update(gradients, opt_state, params)
             new = optax.apply_updates(params, updates)
             monitor, report = monitor.measure(part, gradients, params, new, opt_state, new_opt_state)
@@ -269,16 +267,17 @@ def test_a_loop_of_ones_own():
 assert LENGTH % 2 == 0  # the context mesh cuts the length in two
 
 
+class Dropped(nn.Module):
+    """`nn.Dropout` makes its mask without a type: refused under `jax.set_mesh`."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Dense(WIDTH, name="embed")(jax.nn.one_hot(tokens, VOCAB))
+        return nn.Dense(VOCAB, name="head")(nn.Dropout(0.5, deterministic=False)(x))
+
+
 def test_a_layer_that_is_not_made_for_explicit_axes_says_what_to_do():
-    """`nn.Dropout` makes its mask without a type."""
-
-    class Dropped(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            x = nn.Dense(WIDTH, name="embed")(jax.nn.one_hot(tokens, VOCAB))
-            return nn.Dense(VOCAB, name="head")(nn.Dropout(0.5, deterministic=False)(x))
-
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(Exception, match="select `which`") as caught:
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="select `which`") as caught:
         make(Dropped(), place(make_batch(batch=16), mesh, P("data")))
     assert any("AxisType.Auto" in note for note in caught.value.__notes__)

@@ -36,7 +36,8 @@ def test_linen_equals_nnx():
     state, found = run(model=model)
     for a, b in zip(linen, found, strict=True):
         shared = a.keys() & b.keys() - {"sys/monitor/points_seen", "sys/monitor/points_reported"}
-        assert {name for name in a if not name.startswith("act/")} == {n for n in b if not n.startswith("act/")}
+        points = ("act/", "grad_act/")  # a linen model without dropout still has the module
+        assert {n for n in a if not n.startswith(points)} == {n for n in b if not n.startswith(points)}
         for name in shared:
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
         for point in ("embed", "block[0]/norm", "block[1]/up", "block[1]", "head"):

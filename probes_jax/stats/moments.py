@@ -12,6 +12,7 @@ Everything is accumulated in float32. What that means at the ends of its range, 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -25,6 +26,8 @@ from probes_jax.stats.partial import WHOLE, Partial, Split, cut
 from probes_jax.stats.summary import Summary
 
 _PIVOT_ELEMENTS = 128
+# A model has hundreds of points of a few shapes: each shape is traced and lowered once. The program is the same.
+_once_a_shape = functools.partial(jax.jit, static_argnames="split", inline=False)
 
 _ZEROS = Fold(How.COUNT, lambda x: x == 0)
 _NAN = Fold(How.COUNT, jnp.isnan)
@@ -58,6 +61,7 @@ def _pivot(part: Partial) -> jax.Array:
     return jnp.where(jnp.isfinite(mean), mean, 0.0)
 
 
+@_once_a_shape
 def summarize_moments(x: jax.Array, split: Split = WHOLE) -> Summary:
     """All statistics of one tensor: absolute maximum, M_2, RMS, absolute mean, zero fraction, mean, std, min, max.
 
@@ -123,6 +127,7 @@ def _empty_moments(part: Partial) -> Summary:
     return Summary.of(leaves, "moments", part.axes)
 
 
+@_once_a_shape
 def summarize_magnitude(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Size of a gradient: norm, mean and maximum of |x|, zeros, non-finite elements. `magnitude` rows."""
     part = _cut(x, split)
@@ -130,6 +135,7 @@ def summarize_magnitude(x: jax.Array, split: Split = WHOLE) -> Summary:
     return Summary.of({"count": _size(part), **fold(part, folds)}, "magnitude", part.axes)
 
 
+@_once_a_shape
 def summarize_norm(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Sum of squares only. `norm` rows; a tensor without elements has norm 0."""
     part = _cut(x, split)
@@ -138,6 +144,7 @@ def summarize_norm(x: jax.Array, split: Split = WHOLE) -> Summary:
     return Summary.of(leaves, "norm", part.axes)
 
 
+@_once_a_shape
 def summarize_extreme(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Absolute maximum with NaN and inf counts. `extreme` rows."""
     part = _cut(x, split)

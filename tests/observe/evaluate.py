@@ -47,8 +47,14 @@ def make_step(binding, loss_fn, measure=summarize_magnitude):
 def evaluate(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit) -> Evaluation:
     step, traces = make_step(binding, loss_fn, measure)
     (loss, (values, state, outputs)), grads = jax.device_get(jit(step)(parts.params, parts.state, batch, KEY))
+    rows = rows_of(traces[-1].points, values)
+    return Evaluation(loss, grads, state, outputs, traces[-1], rows)
+
+
+def rows_of(points, summaries):
+    """Statistics by label, one row per layer."""
     rows = {}
-    for point, summary in zip(traces[-1].points, values):
+    for point, summary in zip(points, summaries, strict=True):
         labels = point.labels(summary.stack_shape())
         for row, label in enumerate(labels):
             leaves = {
@@ -57,7 +63,7 @@ def evaluate(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=ja
             }
             assert label not in rows, label
             rows[label.removeprefix("act/").removesuffix("/{stat}")] = statistics(leaves)
-    return Evaluation(loss, grads, state, outputs, traces[-1], rows)
+    return rows
 
 
 def statistics(leaves):
@@ -138,14 +144,4 @@ def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, j
         return loss, grads, list(points.values())
 
     loss, grads, summaries = jax.device_get(jit(values)(parts.params))
-    rows = {}
-    for point, summary in zip(captured[-1], summaries, strict=True):
-        labels = point.labels(summary.stack_shape())
-        for row, label in enumerate(labels):
-            leaves = {
-                name: np.asarray(leaf).reshape(len(labels), *leaf.shape[len(summary.stack_shape()) :])[row]
-                for name, leaf in summary.leaves.items()
-            }
-            assert label not in rows, label
-            rows[label.removeprefix("act/").removesuffix("/{stat}")] = statistics(leaves)
-    return loss, grads, rows
+    return loss, grads, rows_of(captured[-1], summaries)

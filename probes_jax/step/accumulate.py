@@ -14,6 +14,7 @@ from probes_jax.observe.binding import slots_like
 from probes_jax.observe.point import Point
 from probes_jax.stats.summary import Summary, is_summary
 from probes_jax.stats.types import filled, in_automatic_mode, types_of
+from probes_jax.step.loss_scale import unscale
 from probes_jax.step.objective import Notes, Objective, Part
 
 Key = jax.Array
@@ -58,11 +59,6 @@ def _split(batch: Any, count: int, shards: int) -> Any:
         return dims
 
     return jax.tree.map(lambda x: in_automatic_mode(leaf, lies(x), x), batch)
-
-
-def _scaled(tree: Any, factor: jax.Array) -> Any:
-    """Floating leaves times a float32 factor, in their own dtype."""
-    return jax.tree.map(lambda x: (x.astype(jnp.float32) * factor).astype(x.dtype), tree)
 
 
 def accumulate(
@@ -111,7 +107,7 @@ def accumulate(
         slots = _slots(objective, summed, params, state, batch, key)
         differentiate = jax.value_and_grad(mean, (0, 1), has_aux=True)
         (value, part), (gradients, taps) = differentiate(params, slots, state, batch, key)
-        gradients = gradients if scale is None else _scaled(gradients, 1.0 / scale)
+        gradients = gradients if scale is None else unscale(gradients, scale)
         return (
             value / factor,
             gradients,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from probes_jax.observe.names import Names, Path
 from probes_jax.observe.point import Point, point_name
@@ -28,19 +28,21 @@ class Visit:
         path: Module path.
         class_name: Class of the module.
         method: Name of the method.
-        leaves: Paths of the float arrays in its output.
+        leaves: Shapes of the float arrays in its output, by their path in it.
         reason: Why no value can come back, and what to do; None when one should.
         place: Which transform it was seen in; records of different ones come back apart.
         record: The value itself where nothing stands between the module and the loss function.
+        through: Names of the transforms it was seen in, the outermost first.
     """
 
     path: Path
     class_name: str
     method: str
-    leaves: tuple[str, ...]
+    leaves: Mapping[str, tuple[int, ...]]
     reason: str | None = None
     place: str = ""
     record: Record | None = None
+    through: tuple[str, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -81,8 +83,10 @@ def settle(
         key = (visit.path, visit.class_name, visit.method)
         for leaf in visit.leaves if record is None else _in_order(visit.leaves, record):
             summary = None if record is None else record.values[leaf]
+            layers = () if record is None else record.layers
+            shape = visit.leaves.get(leaf, ())
             point = namer.name(
-                Point(*key, calls[key], leaf, () if record is None else record.layers, "?"),
+                Point(*key, calls[key], leaf, layers, "?", shape, visit.through),
                 () if summary is None else summary.stack_shape(),
             )
             result.seen.append(point)
@@ -105,12 +109,13 @@ def _pair(
             yield visit, waiting.popleft()
     for (key, _), waiting in records.items():  # from a block traced once and used several times
         for record in waiting:
-            yield Visit(*key, tuple(record.values)), record
+            yield Visit(*key, dict.fromkeys(record.values, ())), record
 
 
-def _in_order(leaves: tuple[str, ...], record: Record) -> list[str]:
+def _in_order(leaves: Iterable[str], record: Record) -> list[str]:
     """A record that went through a transform has its leaves sorted; the order of the output is the better one."""
-    return sorted(record.values, key=lambda leaf: leaves.index(leaf) if leaf in leaves else len(leaves))
+    order = list(leaves)
+    return sorted(record.values, key=lambda leaf: order.index(leaf) if leaf in order else len(order))
 
 
 class _Namer:

@@ -16,7 +16,7 @@ from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import Returned, Visit
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
-from probes_jax.observe.record import Record, float_leaves, tapped
+from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
 _RECORDS = "="  # how the variables that hold a module's records begin; no module can have such a name
@@ -156,7 +156,8 @@ class LinenRecorder:
         owner, below = self._owner(frame)
         below = (*below, *name)
         reason, place = self._reason(owner), self._variable()
-        visit = Visit((*owner.path, *below), class_name, method, tuple(leaves), reason, place)
+        through = tuple(f"nn.{f.name}" for f in self._frames if isinstance(f, _Lift))
+        visit = Visit((*owner.path, *below), class_name, method, shapes_of(leaves), reason, place, through=through)
         if reason:
             if not self._is_repeated(visit):
                 self.visits.append(visit)

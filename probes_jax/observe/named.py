@@ -11,7 +11,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from probes_jax.observe.census import Result, Visit, settle
 from probes_jax.observe.point import Point
-from probes_jax.observe.record import Record, float_leaves, tapped
+from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.tap import Measure
 from probes_jax.stats.summary import Summary
 
@@ -88,7 +88,7 @@ class LossObserver:
     def take(self, path: tuple[str, ...], value: Any) -> Any:
         """See `Observer.take`."""
         leaves = float_leaves(value)
-        visit = Visit((LOSS, *path), CLASS, "__call__", tuple(leaves))
+        visit = Visit((LOSS, *path), CLASS, "__call__", shapes_of(leaves))
         if not leaves:
             return value
         if get_opaque_trace_state(convention="flax") != self._trace:

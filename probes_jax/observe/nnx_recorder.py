@@ -22,7 +22,7 @@ from probes_jax.observe.census import Returned, Visit
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.patch import Patch, patched
-from probes_jax.observe.record import Record, float_leaves, tapped
+from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 
 _PATH = "_probes_jax_path"
 _SLOT = "_probes_jax_slot"
@@ -213,7 +213,7 @@ class NNXRecorder:
         leaves = float_leaves(output)
         if not leaves:
             return output
-        return self._observe(module, Visit(path, type(module).__name__, method, tuple(leaves)), leaves, output)
+        return self._observe(module, Visit(path, type(module).__name__, method, shapes_of(leaves)), leaves, output)
 
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""
@@ -221,10 +221,11 @@ class NNXRecorder:
         if not leaves or not self._frames:
             return value
         module, _, _, above = self._frames[-1]
-        return self._observe(module, Visit((*above, *path), CLASS, "__call__", tuple(leaves)), leaves, value, path)
+        return self._observe(module, Visit((*above, *path), CLASS, "__call__", shapes_of(leaves)), leaves, value, path)
 
     def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any, below: Path = ()) -> Any:
         here = self._trace.is_valid()
+        visit = visit if here else dataclasses.replace(visit, through=("transform",))
         slot = vars(module).get(_SLOT)
         reason = self.blocked or (None if here else self._reason(slot))
         if reason:

@@ -26,6 +26,8 @@ class Point:
         leaf: Path inside the output; empty for its only float array.
         stack: Positions in `path` after which a layer index goes, outermost scan first.
         name: The name, with `[*]` for layer indices. Filled in when empty; not part of the identity.
+        shape: Shape of the value, in one iteration where it is inside a scan; not part of the identity.
+        through: Transforms the value comes out of, the outermost first; not part of the identity.
 
     Example:
         >>> Point(("blocks", "mlp"), "MLP", stack=(1,)).labels((2,))
@@ -39,6 +41,8 @@ class Point:
     leaf: str = ""
     stack: tuple[int, ...] = ()
     name: str = dataclasses.field(default="", compare=False)
+    shape: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    through: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if any(not isinstance(element, str) for element in self.path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -74,6 +75,11 @@ def float_leaves(output: Any) -> dict[str, jax.Array]:
     """
     leaves, names, _ = _named(output)
     return {name: jnp.asarray(leaves[index]) for index, name in names.items()}
+
+
+def shapes_of(leaves: Mapping[str, jax.Array]) -> dict[str, tuple[int, ...]]:
+    """The shape of each of `float_leaves`."""
+    return {name: leaf.shape for name, leaf in leaves.items()}
 
 
 def tapped(measure: Measure, output: Any, record: Record, slots: Record) -> Any:

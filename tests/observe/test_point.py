@@ -62,7 +62,7 @@ def record(value, class_name="A", method="__call__", **options):
 
 
 def visit(path, reason=None, class_name="A", method="__call__", leaves=("",), **options):
-    return Visit(path, class_name, method, leaves, reason, **options)
+    return Visit(path, class_name, method, dict.fromkeys(leaves, ()), reason, **options)
 
 
 def values(result):

@@ -16,7 +16,9 @@ from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import Returned, Visit
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
+from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
+from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
 _RECORDS = "="  # how the variables that hold a module's records begin; no module can have such a name
@@ -113,10 +115,16 @@ class LinenRecorder:
         frame = self._frame(context, scope)
         self._frames.append(frame)
         try:
-            output = call(*args, **kwargs)
+            output = call(*self._with_input(frame, args), **kwargs)
         finally:
             self._frames.pop()
         return self._observe(frame, output, type(frame.module).__name__, frame.method) if frame.observed else output
+
+    def _with_input(self, frame: _Call, args: Any) -> Any:
+        """The arguments, the first one observed where it is a point too."""
+        cls = type(frame.module).__name__
+        wanted = frame.observed and frame.method == "__call__" and takes_input(Point(frame.path, cls))
+        return (self._observe(frame, args[0], cls, INPUT), *args[1:]) if args and wanted else args
 
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from probes_jax.observe.binding import Captured, slots_like
+from probes_jax.observe.point import INPUT
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.wrap import wrap
 from probes_jax.spec.summary import decode_count
@@ -24,6 +25,7 @@ class Evaluation:
     outputs: list
     captured: Captured  # of the trace: names, reasons; its arrays are tracers
     rows: dict[str, dict[str, float]]  # label -> statistics
+    inputs: dict[str, dict[str, float]]  # the same of what modules are given
 
 
 def make_step(binding, loss_fn, measure=summarize_magnitude):
@@ -48,13 +50,16 @@ def evaluate(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=ja
     step, traces = make_step(binding, loss_fn, measure)
     (loss, (values, state, outputs)), grads = jax.device_get(jit(step)(parts.params, parts.state, batch, KEY))
     rows = rows_of(traces[-1].points, values)
-    return Evaluation(loss, grads, state, outputs, traces[-1], rows)
+    inputs = rows_of(traces[-1].points, values, inputs=True)
+    return Evaluation(loss, grads, state, outputs, traces[-1], rows, inputs)
 
 
-def rows_of(points, summaries):
-    """Statistics by label, one row per layer."""
+def rows_of(points, summaries, inputs=False):
+    """Statistics by label, one row per layer; of what modules return, or of what they are given."""
     rows = {}
     for point, summary in zip(points, summaries, strict=True):
+        if (point.method == INPUT) is not inputs:
+            continue
         labels = point.labels(summary.stack_shape())
         for row, label in enumerate(labels):
             leaves = {
@@ -122,7 +127,7 @@ def observed_and_plain(module, loss_fn, batch):
     return observed, binding, parts
 
 
-def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit):
+def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit, inputs=False):
     """Loss and parameter gradients of a run with taps, and the statistics of backward gradients by label."""
     captured = []
 
@@ -144,4 +149,4 @@ def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, j
         return loss, grads, list(points.values())
 
     loss, grads, summaries = jax.device_get(jit(values)(parts.params))
-    return loss, grads, rows_of(captured[-1], summaries)
+    return loss, grads, rows_of(captured[-1], summaries, inputs)

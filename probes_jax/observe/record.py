@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from probes_jax.observe.names import escape
+from probes_jax.observe.point import INPUT
 from probes_jax.observe.tap import Measure, fits, tap
 from probes_jax.stats.summary import Summary
 
@@ -89,8 +90,11 @@ def tapped(measure: Measure, output: Any, record: Record, slots: Record) -> Any:
         measure: Summarizes an array.
         output: What a method returned.
         record: What was measured of it.
-        slots: Zeros of the same structure. Constants have no gradient and get no tap.
+        slots: Zeros of the same structure. Constants have no gradient and get no tap. Nor does what a module is given:
+            what goes past the module would not be in it.
     """
+    if record.method == INPUT:
+        return output
     leaves, names, structure = _named(output)
     for index, name in names.items():
         slot = slots.values.get(name)

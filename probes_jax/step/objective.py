@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from probes_jax.observe.named import LossObserver, observing
-from probes_jax.observe.point import Point
+from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.roles import role_of
 from probes_jax.signals.logits import measure_logits
@@ -127,7 +127,7 @@ class Objective:
         notes.tokens = max(tokens.nll.size, 1)
         notes.seen = tuple(point for point in (*captured.seen, *result.seen) if self._is_wanted(point))
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
-        notes.backward = lambda found: self._wanted({**captured.backward(found[0]), **own.backward(found[1])})
+        notes.backward = lambda found: self._tapped({**captured.backward(found[0]), **own.backward(found[1])})
         missing = self._wanted({**captured.missing, **result.missing})
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
@@ -158,6 +158,9 @@ class Objective:
     def _wanted(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
         """Without those that the plan excludes; what nobody reads is not computed."""
         return {point: value for point, value in points.items() if self._is_wanted(point)}
+
+    def _tapped(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
+        return {point: value for point, value in self._wanted(points).items() if point.method != INPUT}
 
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
         def measure(x: jax.Array) -> Summary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -100,10 +101,14 @@ def as_table(coverage: Coverage) -> Table:
 
 def as_markdown(coverage: Coverage) -> str:
     """The same as a Markdown table, and what is missing as a list."""
-    rows = [HEADINGS, ["---"] * len(HEADINGS), *coverage.table()]
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    rows = [HEADINGS, ["---"] * len(HEADINGS), *([_code(cell) for cell in row] for row in coverage.table())]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
     missing = [f"- {line.strip()}" for line in missing_lines(coverage.missing, most=None)]
     return "\n".join([*(lines if coverage.points else []), "", *missing]).strip() + "\n"
+
+
+def _code(cell: str) -> str:
+    return f"`{cell}`" if re.search(r"[^\w ]|_", cell) else cell
 
 
 def as_json(found: RunCoverage) -> str:

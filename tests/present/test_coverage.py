@@ -68,7 +68,7 @@ def test_markdown(tmp_path, capsys):
     assert main(["coverage", "--markdown", recorded(tmp_path / "run", (FULL, SEEN))]) == 0
     out = capsys.readouterr().out
     assert out == as_markdown(SEEN)
-    assert "| block[0..11]/mlp | 12 | feed_forward | MLP |  |  | there and back |" in out.splitlines()
+    assert "| `block[0..11]/mlp` | 12 | `feed_forward` | MLP |  |  | there and back |" in out.splitlines()
 
 
 def test_a_run_that_has_not_scanned_yet_says_so_by_name(tmp_path, capsys):

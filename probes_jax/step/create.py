@@ -19,6 +19,7 @@ from probes_jax.observe.names import label_params
 from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.plan import Plan
 from probes_jax.step.loss_scale import LossScale
+from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
 from probes_jax.step.objective import Notes, Objective
 from probes_jax.step.partition import Partition
@@ -55,11 +56,21 @@ def make_core(
     else:
         params, state = jax.jit(init, out_shardings=place)(key, batch, variables)
     trained, frozen = split_trained(params, wrt)
-    opt_shapes = jax.eval_shape(tx.init, trained)
+    opt_shapes = _optimizer_shapes(tx, trained)
     opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(opt_shapes, trained, partition))(trained)
     key_data = jnp.array(jax.random.key_data(key), copy=True)  # the step donates it, and the key is the caller's
     rest = jax.device_put((key_data, init_monitor(plan, loss_scale)), partition.everywhere())
     return Core(trained, frozen, state, opt_state, *rest)
+
+
+def _optimizer_shapes(tx: Any, params: Any) -> Any:
+    try:
+        return jax.eval_shape(tx.init, params)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"tx cannot be used: tx.init(params) raised {type(error).__name__}: {error}. An optimizer that wants more "
+            "than a nested dict of arrays (optax.lookahead) runs in a loop of your own, which pj.Monitor measures"
+        ) from error
 
 
 def _check_params(params: Any) -> None:
@@ -207,5 +218,6 @@ def _trace_model(
     def trace(params: Any, frozen: Any, state: Any, batch: Any, key: jax.Array) -> Any:
         return objective(join(params, frozen), state, batch, key, notes)
 
-    jax.eval_shape(trace, core.params, core.frozen, core.model_state, batch, key)
+    args = (core.params, core.frozen, core.model_state, batch, key)
+    jax.eval_shape(under(partition, trace, args) if partition.manual else trace, *args)
     return notes

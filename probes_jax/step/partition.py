@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from probes_jax.spec.plan import Plan
+from probes_jax.stats.manual import apart
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.types import Dims, spec_dims
 
@@ -45,12 +46,14 @@ class Partition:
         token_axes: For each leading dimension of a token array, the mesh axes that shard it.
         feature_axes: Mesh axes that shard the last axis of activations.
         device: Where everything is without a mesh; None: the default device.
+        manual: Axes of the `shard_map` or `pmap` of the user's that the step is under.
     """
 
     mesh: Mesh | None = None
     token_axes: Dims = ()
     feature_axes: tuple[str, ...] = ()
     device: Any = None
+    manual: tuple[str, ...] = ()
 
     def everywhere(self) -> Sharding:
         """Replicated over the mesh, or on the one device."""
@@ -60,7 +63,9 @@ class Partition:
 
     @property
     def shards(self) -> int:
-        """Number of token shards."""
+        """Number of token shards that one program sees."""
+        if self.manual:
+            return 1
         return math.prod(self.mesh.shape[axis] for group in self.token_axes for axis in group) if self.mesh else 1
 
     @contextlib.contextmanager
@@ -77,15 +82,27 @@ class Partition:
                 )
             raise
 
+    def apart(self, *values: Any) -> tuple[str, ...]:
+        """Under the user's `shard_map`, the axes over which devices hold tokens of their own; else none."""
+        return apart(self._tokens.axes, *values)
+
+    @property
+    def _tokens(self) -> Split:
+        return Split(self.token_axes)
+
     def _split(self, dims: Dims) -> Split:
         return WHOLE if self.mesh is None else Split.of(dims, self.mesh.shape)
 
     def tokens(self, shape: tuple[int, ...]) -> Split:
         """Split of a token array `[batch, ...]`."""
+        if self.manual:
+            return self._tokens
         return self._split(self.token_axes[: len(shape)])
 
     def activation(self, shape: tuple[int, ...], batch: int) -> Split:
         """Split of an activation. Only an array whose first axis is the batch is taken to be sharded by tokens."""
+        if self.manual:
+            return self._tokens
         if self.mesh is None or not shape or shape[0] != batch:
             return WHOLE
         dims = list(self.token_axes[: len(shape)])
@@ -110,12 +127,28 @@ def _home(batch: Any) -> Any:
     return None
 
 
-def find_partition(plan: Plan, batch: Any, mesh: Mesh | None) -> Partition:
+def find_partition(plan: Plan, batch: Any, mesh: Mesh | None, manual: tuple[str, ...] = ()) -> Partition:
     """Which mesh axes shard tokens: the plan's word, else the sharding of the example batch.
 
+    Args:
+        plan: What the user says.
+        batch: An example batch.
+        mesh: From `find_mesh`.
+        manual: Axes of the `shard_map` or `pmap` that the step is under: unless said, all of them shard tokens.
+
     Raises:
-        ValueError: The plan names an axis that the mesh does not have.
+        ValueError: The plan or `manual` names an axis that the mesh does not have.
     """
+    for axis in manual:
+        if mesh is not None and axis not in mesh.shape:
+            raise ValueError(f"axis_names names the mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
+    if manual and plan.token_axes is None:
+        return Partition(mesh, (manual,), device=_home(batch), manual=manual)
+    if manual:
+        absent = [axis for axis in plan.token_axes or () if axis not in manual]
+        if absent:
+            raise ValueError(f"Plan token_axes names {absent[0]!r}, which is not among axis_names={manual}")
+        return Partition(mesh, (plan.token_axes or (),), device=_home(batch), manual=manual)
     if mesh is None:
         if plan.token_axes:
             raise ValueError(

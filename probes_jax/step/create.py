@@ -56,21 +56,11 @@ def make_core(
     else:
         params, state = jax.jit(init, out_shardings=place)(key, batch, variables)
     trained, frozen = split_trained(params, wrt)
-    opt_shapes = _optimizer_shapes(tx, trained)
+    opt_shapes = jax.eval_shape(tx.init, trained)
     opt_state = jax.jit(tx.init, out_shardings=_optimizer_placements(opt_shapes, trained, partition))(trained)
     key_data = jnp.array(jax.random.key_data(key), copy=True)  # the step donates it, and the key is the caller's
     rest = jax.device_put((key_data, init_monitor(plan, loss_scale)), partition.everywhere())
     return Core(trained, frozen, state, opt_state, *rest)
-
-
-def _optimizer_shapes(tx: Any, params: Any) -> Any:
-    try:
-        return jax.eval_shape(tx.init, params)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"tx cannot be used: tx.init(params) raised {type(error).__name__}: {error}. An optimizer that wants more "
-            "than a nested dict of arrays (optax.lookahead) runs in a loop of your own, which pj.Monitor measures"
-        ) from error
 
 
 def _check_params(params: Any) -> None:
@@ -161,7 +151,7 @@ def describe(
     """
     key = jax.random.key(0) if key is None else key
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
-    frozen = _find_frozen(tx, core.params, runs)
+    called, frozen = _try_update(tx, core.params, runs)
     never, leaves = flatten(frozen), flatten(core.params)
     labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks, notes.axes)
     infos = {
@@ -180,7 +170,7 @@ def describe(
     missing |= {} if rate else {"opt/learning_rate": no_rate}
     return Settings(
         binding=binding,
-        tx=optax.with_extra_args_support(tx),
+        tx=called,
         loss_fn=loss_fn,
         plan=plan,
         partition=partition,
@@ -195,17 +185,23 @@ def describe(
     )
 
 
-def _find_frozen(tx: Any, params: Any, runs: bool) -> Any:
-    extra = {"value": jnp.float32(0.0)} if isinstance(tx, optax.GradientTransformationExtraArgs) else {}
+def _try_update(tx: Any, params: Any, runs: bool) -> tuple[optax.GradientTransformationExtraArgs, Any]:
+    """The optimizer as a step calls it, with the loss as `value=` if it can be, and which leaves it never moves."""
+    known = optax.with_extra_args_support(tx)
+    strict = optax.with_extra_args_support(optax.GradientTransformation(tx.init, tx.update))  # takes nothing more
     try:
-        return frozen_leaves(tx, params, **extra)
-    except TypeError as error:
-        if not runs:  # who calls it knows what it needs; nothing is known of frozen leaves
-            return jax.tree.map(lambda _: False, params)
-        raise TypeError(
-            f"tx cannot be called as tx.update(gradients, state, params, value=loss): {error}. An optimizer that needs "
-            "more (value_fn=) runs in a loop of your own, which pj.Monitor measures"
-        ) from error
+        return known, frozen_leaves(known, params, value=jnp.float32(0.0))
+    except Exception:  # foreign code: it may fail in any way
+        try:
+            return strict, frozen_leaves(strict, params)
+        except Exception as error:
+            if not runs:  # who calls it knows what it needs; nothing is known of frozen leaves
+                return known, jax.tree.map(lambda _: False, params)
+            raise TypeError(
+                f"tx cannot be called as tx.update(gradients, state, params, value=loss): {error}. An optimizer that "
+                "needs more (value_fn=, grad_fn=, parameters of its own kind) runs in a loop of your own, which "
+                "pj.Monitor measures"
+            ) from error
 
 
 def _trace_model(

@@ -86,7 +86,22 @@ def test_several_rates_read_as_the_largest():
     _, after = tx.update(PARAMS, before, PARAMS)
     probe, _ = find_learning_rate(before)
     assert len(probe.paths) == 2
-    assert float(learning_rates(before, after)[""].value) == 2.0
+    found = {label: float(rate.value) for label, rate in learning_rates(before, after).items()}
+    assert found == {"": 2.0, "x": 0.5, "y": 2.0}
+
+
+def test_rates_without_a_label_are_numbered_and_no_label_breaks_a_name():
+    def of(name):
+        return {key: key == name for key in PARAMS}
+
+    beside = optax.chain(*(optax.masked(chain(("lr", optax.scale(x))), of(n)) for n, x in (("a", 0.5), ("b", 2.0))))
+    labelled = optax.multi_transform(
+        {"the x/y": chain(("lr", optax.scale(0.5))), "1": chain(("lr", optax.scale(2.0)))}, {"a": "the x/y", "b": "1"}
+    )
+    for tx, wanted in ((beside, {"0": 0.5, "1": 2.0}), (labelled, {"the_x_y": 0.5, "1": 2.0})):
+        before = tx.init(PARAMS)
+        found = learning_rates(before, tx.update(PARAMS, before, PARAMS)[1])
+        assert {label: float(rate.value) for label, rate in found.items() if label} == wanted
 
 
 def test_scan_and_bf16_hyperparameters():

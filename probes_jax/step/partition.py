@@ -21,20 +21,30 @@ def find_mesh(*trees: Any) -> Mesh | None:
     """The mesh of the first array or sharding in the trees that has one with more than one device.
 
     Raises:
-        ValueError: Two different meshes are in use.
+        ValueError: Two different meshes are in use, or this is inside of a JAX transform.
     """
     found: list[Mesh] = []
     for leaf in jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, NamedSharding)):
         sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             found.append(sharding.mesh)
-    current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    current = _current_mesh()
     if isinstance(current, Mesh) and not current.empty:
         found.append(current)
     meshes = list(dict.fromkeys(mesh for mesh in found if mesh.size > 1))
     if len(meshes) > 1:
         raise ValueError(f"batch and shardings use different meshes ({meshes[0]}, {meshes[1]}); use one mesh for both")
     return meshes[0] if meshes else None
+
+
+def _current_mesh() -> Any:
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError as error:
+        raise ValueError(
+            "TrainState.create and Monitor.create are called outside of jax.jit, vmap and shard_map; for a population "
+            "make a state for every seed and stack them (docs/own_loop.md)"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,13 +35,23 @@ def check_place(said: tuple[str, ...]) -> None:
         )
 
 
-def check_averaged(params: Any, gradients: Any) -> None:
-    """Refuses gradients that differ between devices of which the parameters do not, where types tell.
+def check_shards(params: Any, gradients: Any, infos: dict[Path, ParameterInfo]) -> None:
+    """Refuses what could only be measured wrongly under `shard_map`.
+
+    That is a gradient that differs between devices of which the parameter does not (where types tell), and a stack of
+    layers of which a device holds some.
 
     Raises:
         ValueError: With what to do.
     """
     held = flatten(params)
+    for path, info in infos.items():
+        layers = held[path].shape[info.stack_axis] if info.stack_axis is not None else len(info.names)
+        if layers != len(info.names):
+            raise ValueError(
+                f"parameter {'/'.join(map(str, path))} stacks {len(info.names)} layers, of which this device holds "
+                f"{layers}; call measure outside of shard_map, where all of them are"
+            )
     for path, gradient in flatten(gradients).items():
         own = [axis for axis in differing(gradient) if axis not in differing(held[path])]
         if own:

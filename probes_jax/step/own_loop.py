@@ -16,7 +16,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.stats.manual import add_up
 from probes_jax.step.accumulate import accumulate, check_batch
 from probes_jax.step.create import describe
-from probes_jax.step.manual import check_averaged, check_place, of_all_devices
+from probes_jax.step.manual import check_place, check_shards, of_all_devices
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
 from probes_jax.step.objective import Notes, Objective, Part
@@ -180,7 +180,7 @@ class Monitor:
             the same on all devices.
         """
         check_place(self.settings.partition.manual)
-        check_averaged(params, gradients)
+        check_shards(params, gradients, self.settings.infos)
         part = loss if isinstance(loss, Part) else _part_of_scalar(loss, self.settings.partition.manual)
         if not enabled():
             return self, Report(jnp.zeros((0,), jnp.uint32), EMPTY, aux=part.aux)

@@ -312,6 +312,37 @@ def test_gradients_that_differ_between_devices_are_refused():
         in_shard_map(measure, monitor)
 
 
+class Stacked(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, 4, name="embed")(tokens)
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.Dense(VOCAB, name="head")(layers(name="layers")(x, None)[0])
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(4, name="dense")(x), None
+
+
+def test_a_stack_of_layers_that_is_cut_is_refused():
+    """Every device would name its layers from 0."""
+    model, batch = Stacked(), make_batch()
+    params = jax.tree.map(np.array, model.init(jax.random.key(0), batch["tokens"])["params"])
+    made = dict(tx=TX, params=params, plan=PLAN, model=model, loss_fn=loss_fn, batch=batch, axis_names=AXIS)
+    monitor = pj.Monitor.create(**made)
+    specs = {**jax.tree.map(lambda _: P(), params), "layers": jax.tree.map(lambda _: P("data"), params["layers"])}
+
+    def step(params, monitor, x):
+        return params, *monitor.measure(jnp.sum(x), params, params, params, TX.init(params), TX.init(params))
+
+    with pytest.raises(
+        ValueError, match="layers/dense/bias stacks 2 layers, of which this device holds 1; call measure"
+    ):
+        under("shard_map", 2, step, 2, cut=(specs,))((params, monitor), jnp.arange(2.0))
+
+
 def test_off_is_the_plain_step(alone, monkeypatch):
     monkeypatch.setenv("PROBES_JAX", "off")
     params, trained, _ = alone

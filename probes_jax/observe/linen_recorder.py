@@ -26,8 +26,8 @@ _RECORDS = "="  # how the variables that hold a module's records begin; no modul
 Places = dict[tuple[Path, str], tuple[Record, ...]]  # module path and variable to records
 
 RAW = (
-    "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan); use nn.remat, nn.vmap or "
-    "nn.scan instead"
+    "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan, jax.shard_map); use "
+    "nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes out of the transform"
 )
 OUTSIDE = (
     "the model is called inside a JAX transform in loss_fn; call it outside of it, or put the transform in the model"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from probes_jax.detect.guard import GuardState, count_outcome, decide
 from probes_jax.observe.clip import clip_threshold, clipped
 from probes_jax.observe.held_back import held_back
-from probes_jax.observe.learning_rate import learning_rate
+from probes_jax.observe.learning_rate import learning_rates
 from probes_jax.observe.roles import role_of
 from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
@@ -131,7 +131,7 @@ def finish(
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)
         scalars["sys/monitor/points_reported"] = (jnp.float32(len(coverage.reported)), True)
     buffer, layout = pack_report(reduced, scalars, counters, step)
-    if mesh is not None:
+    if mesh is not None and not settings.partition.manual:
         buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
     return monitor, Report(buffer, layout, coverage, part.aux, settings.plan.fingerprint)
 
@@ -155,9 +155,9 @@ def _watch_loss_scale(
 
 
 def _watch_optimizer(settings: Settings, before: Any, after: Any, skip: jax.Array | None, scalars: Scalars) -> None:
-    rate = learning_rate(before, after)
-    if rate is not None:  # a skipped update used no rate
-        scalars["opt/learning_rate"] = (rate.value, rate.fresh if skip is None else rate.fresh & ~skip)
+    for label, rate in learning_rates(before, after).items():  # a skipped update used no rate
+        name = f"opt/learning_rate/{label}" if label else "opt/learning_rate"
+        scalars[name] = (rate.value, rate.fresh if skip is None else rate.fresh & ~skip)
     if settings.clip is not None:
         scalars["grad/clip_threshold"] = (clip_threshold(settings.clip, before), True)
 

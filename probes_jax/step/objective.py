@@ -16,7 +16,7 @@ from probes_jax.observe.named import LossObserver, observing
 from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.roles import role_of
-from probes_jax.signals.logits import measure_logits
+from probes_jax.signals.logits import has_classes, measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
 from probes_jax.spec.plan import Plan
 from probes_jax.stats.explicit import summarize_where_it_lies
@@ -185,13 +185,13 @@ class Objective:
     ) -> tuple[dict[str, Summary], dict[str, Summary]]:
         split = self.partition.tokens(tokens.nll.shape)
         if tokens.weight is None:
-            rows = measure_scalar_loss(tokens.nll)
+            rows = measure_scalar_loss(tokens.nll, split.axes)
         else:
             rows = summarize_where_it_lies(
                 functools.partial(measure_loss, groups=self.plan.groups), split, tokens.nll, tokens.weight, tokens.group
             )
-            uncut = {axis for group in split.dims for axis in group} - set(rows["loss"].axes)
-            if uncut:
+            uncut = set(split.axes) - set(rows["loss"].axes)
+            if uncut and not self.partition.manual:
                 notes.missing["loss/shard"] = (
                     f"tokens of shape {tokens.nll.shape} do not divide over the mesh axes {sorted(uncut)}; use fewer "
                     "microbatches, or more examples"
@@ -200,7 +200,9 @@ class Objective:
         if logits is None:
             notes.missing["logits"] = reason
         else:
+            if not has_classes(logits.shape):
+                notes.missing["logits/logsumexp"] = f"the model's output {list(logits.shape)} has no axis of classes"
             fits = tokens.weight is not None and logits.shape[:-1] == tokens.nll.shape
             leading = self.partition.activation(logits.shape, tokens.nll.shape[0] if tokens.nll.ndim else -1)
             rows |= summarize_where_it_lies(measure_logits, leading, logits, tokens.weight if fits else None)
-        return rows, {name: measure_extra(value, weight) for name, value in tokens.extra.items()}
+        return rows, {name: measure_extra(value, weight, split.axes) for name, value in tokens.extra.items()}

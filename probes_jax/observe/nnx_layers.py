@@ -19,14 +19,22 @@ class Axes(NamedTuple):
 
 
 def axes_of(variable: nnx.Variable) -> Axes:
-    """The axes of a Variable as it is now, inside of a scan or outside of it."""
+    """The axes of a parameter as it is now, inside of a scan or outside of it."""
     return Axes(variable.get_value().shape, tuple(variable.get_metadata("out_sharding", None) or ()))
 
 
-def own_axes(path: Path, module: Any) -> dict[Path, Axes]:
-    """The axes of the parameters that a module itself holds."""
+def own_params(path: Path, module: Any) -> dict[Path, nnx.Param]:
+    """The parameters that a module itself holds."""
     own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    return {(*path, name): axes_of(value) for name, value in own.items() if hasattr(value.get_value(), "shape")}
+    return {(*path, name): value for name, value in own.items() if hasattr(value.get_value(), "shape")}
+
+
+def some_params(path: Path, module: Any) -> dict[Path, nnx.Param]:
+    """The parameters that a module itself holds, else those of the first module in it that has some."""
+    own = own_params(path, module)
+    parts = () if own else nnx.iter_modules(module, graph=True)
+    found = (own_params((*path, *map(str, below)), part) for below, part in parts)
+    return own or next((params for params in found if params), {})
 
 
 def axes_below(module: Any, path: Path) -> Axes | None:
@@ -99,7 +107,7 @@ def scanned(path: Path, outside: Collection[Path]) -> int:
 
 
 def _stack(record: Record) -> Sequence[int | None]:
-    axes = len(next(iter(record.values.values())).stack_shape())
+    axes = len(record.stack_shape)
     return record.stack if len(record.stack) == axes else (0,) * axes
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.extend.core import get_opaque_trace_state
 
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit
@@ -23,9 +24,10 @@ from probes_jax.observe.nnx_layers import (
     axes_of,
     axis_taken,
     is_layered,
-    own_axes,
+    own_params,
     place_layers,
     scanned,
+    some_params,
 )
 from probes_jax.observe.nnx_methods import CONTAINERS, calling
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
@@ -66,8 +68,8 @@ class Marks:
     Attributes:
         paths: Each module has a static attribute that says which one it is: a transform makes new instances.
         lifted: JAX's transforms bring records out (`lift`).
-        slots: Modules with a Variable that brings records out of a transform which is not lifted, with the module
-            whose method applies it.
+        slots: Modules with a Variable that brings records out of a transform which is not lifted, with the part of
+            the model that takes them or refuses them together.
         refused: Modules in a transform that takes no Variable more, and why.
     """
 
@@ -81,13 +83,18 @@ NO_MARKS = Marks(paths=False, lifted=False)
 
 
 class _Frame(NamedTuple):
-    """A method that runs."""
+    """A method that runs.
+
+    `level` is None inside a transform that is not lifted; `seen` has the calls seen in such transforms that this method
+    applies, with the trace of each.
+    """
 
     module: Any
     method: str
     function: Any
     path: Path
-    level: Level
+    level: Level | None
+    seen: dict[Any, Any]
 
 
 class NNXRecorder:
@@ -98,15 +105,14 @@ class NNXRecorder:
     there a `Slot` on the module takes the records.
 
     Transforms keep what they have traced, by the structure of their modules: traced before without marks, they would
-    not run the modules again, and nobody would notice. So the static attribute differs from evaluation to evaluation.
+    not run the modules again, and nobody would notice. So the static attribute differs from run to run.
 
     Attributes:
         levels: See `lift.Carrier`.
         visits: Calls seen, in the order in which they returned.
         runs: What each run left behind.
         blocked: Why nothing at all can be recorded.
-        without: Modules in a transform that is not lifted and has no `Slot` of theirs to write to, with the module
-            whose method applies it.
+        without: Modules in a transform that is not lifted, as far as they have no `Slot`; as `Marks.slots`.
     """
 
     def __init__(self, measure: Measure, taps: Sequence[Raw] | None = None) -> None:
@@ -120,7 +126,7 @@ class NNXRecorder:
         self._inside: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
         self._called: set[Path] = set()
         self._anonymous = False  # whether a module inside a transform could not say who it is
-        self._token = next(_numbers)
+        self._token = -1
         self._modules: dict[Path, nnx.Module] = {}
         self._paths: dict[int, Path] = {}
         self._frames: list[_Frame] = []
@@ -136,11 +142,12 @@ class NNXRecorder:
         """
         self._modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
         self._paths = {id(module): path for path, module in self._modules.items()}
-        self._marks, self.without = marks, {}
+        self._marks, self.without, self._token = marks, {}, next(_numbers)
         classes = {type(module) for module in self._modules.values()}
         homes = [sys.modules[name] for name in {cls.__module__ for cls in classes} if name in sys.modules]
         taps = self._taps[len(self.runs)] if len(self.runs) < len(self._taps) else Raw((), {})
         self.levels = [Level(slots=taps.here)]
+        self._frames = [_Frame(root, "", None, (), self.levels[0], {})]
         try:
             with calling(self, classes), lifting(self if marks.lifted else None, homes), observing(self):
                 self._plant(taps.inside)
@@ -199,7 +206,7 @@ class NNXRecorder:
         return [
             Visit(path, type(module).__name__, "__call__", {"": ()}, NEVER_CALLED)
             for path, module in modules.items()
-            if path not in self._called and own_axes(path, module)
+            if path not in self._called and own_params(path, module)
         ]
 
     # ---- slots
@@ -231,15 +238,15 @@ class NNXRecorder:
     def call(self, module: Any, method: str, function: Any, args: Any, kwargs: Any) -> Any:
         """See `Caller.call`: runs a method and records its output."""
         run = function.__get__(module, type(module))
-        top = self._frames[-1] if self._frames else None
-        if top is not None and top.module is module and top.method == method and top.function is not function:
+        top = self._frames[-1]
+        if top.module is module and top.method == method and top.function is not function:
             return run(*args, **kwargs)  # super().method(): the same output
         path = self._path(module)
         self._called.add(path)
-        level = self.levels[-1]
-        if level is not self.levels[0] and level.is_current:
-            level.notes |= own_axes(path, module)
-        self._frames.append(_Frame(module, method, function, path, level))
+        level = self.levels[-1] if self.levels[-1].is_current else None
+        if level is not None and level is not self.levels[0]:
+            self._note(path, module)
+        self._frames.append(_Frame(module, method, function, path, level, {}))
         try:
             output = run(*args, **kwargs)
         finally:
@@ -252,34 +259,47 @@ class NNXRecorder:
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""
         leaves = float_leaves(value)
-        if not leaves or not self._frames:
+        if not leaves:
             return value
         top = self._frames[-1]
         visit = Visit((*top.path, *path), CLASS, "__call__", shapes_of(leaves))
         return self._observe(top.module, visit, leaves, value, path)
 
     def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any, below: Path = ()) -> Any:
-        level, owner = self.levels[-1], visit.path[: len(visit.path) - len(below)]
+        level, path = self.levels[-1], visit.path[: len(visit.path) - len(below)]
         here = level.is_current
         slot = None if here else vars(module).get(_SLOT)
-        reason = self.blocked or (None if here else self._reason(owner, slot))
-        visit = dataclasses.replace(visit, through=(*level.through, *(() if here else ("transform",))), reason=reason)
-        if reason:
+        reason = self.blocked or (None if here else self._reason(path, slot))
+        through = level.through if here else (*level.through, "transform")
+        visit = dataclasses.replace(visit, through=through, reason=reason, place=_LEVEL if here and not reason else "")
+        if here or not self._is_traced_again(visit):
             level.visits.append(visit)
+        if reason:
             return output
         if not here or level is not self.levels[0]:
-            self._inside |= own_axes(owner, module)
+            self._inside |= {name: axes_of(param) for name, param in own_params(path, module).items()}
         with lifting(None):
             record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, *visit.key[1:], below)
         if here:
             slots = level.next_slots
             level.records.append(record)
-            level.visits.append(dataclasses.replace(visit, place=_LEVEL))
         else:
             slots = self._slots_of(module, len(slot.get_value()))
             slot.set_value((*slot.get_value(), record))
-            level.visits.append(visit)
         return tapped(self._measure, output, record, slots) if isinstance(slots, Record) else output
+
+    def _is_traced_again(self, visit: Visit) -> bool:
+        """Whether this is a call seen before, in an earlier trace of the same body.
+
+        Where it is another call after all, its record comes back, and is reported as one more.
+        """
+        key = (*visit.key, tuple(visit.leaves.items()), visit.reason)
+        trace = get_opaque_trace_state(convention="nnx")
+        return self._owner().seen.setdefault(key, trace) != trace
+
+    def _owner(self) -> _Frame:
+        """The method that applies the transform that is running."""
+        return next(frame for frame in reversed(self._frames) if frame.level is not None)
 
     def _slots_of(self, module: Any, number: int) -> Record | None:
         """The slots of the taps of one call of a module that has a `Slot`."""
@@ -290,8 +310,7 @@ class NNXRecorder:
         if slot is not None and slot._can_update:
             return None
         if slot is None and path not in self._marks.refused:
-            level = self.levels[-1]
-            self.without[path] = next((frame.path for frame in reversed(self._frames) if frame.level is level), ())
+            self.without[path] = _part(path, self._owner().path)
         return self._marks.refused.get(path, CLOSED_OVER)
 
     def _path(self, module: Any) -> Path:
@@ -301,10 +320,15 @@ class NNXRecorder:
         if id(module) in self._paths:
             return self._paths[id(module)]
         self._anonymous |= not self._marks.paths
-        above = self._frames[-1].path if self._frames else ()  # made inside the model, or inside a transform
-        return (*above, type(module).__name__)
+        return (*self._frames[-1].path, type(module).__name__)  # made inside the model, or inside a transform
 
     # ---- transforms
+
+    def _note(self, path: Path, module: Any) -> None:
+        """Keeps the axes of parameters in the body of a transform; one that was made outside is the same there."""
+        for name, param in some_params(path, module).items():
+            for level in self.levels[-1:] if param._can_update else self.levels[-2:]:
+                level.notes[name] = axes_of(param)
 
     def join(self, bodies: Sequence[Level], records: Any, axis: bool) -> None:
         """See `lift.Carrier`: an axis of iterations is one of layers where they have parameters of their own."""
@@ -314,7 +338,8 @@ class NNXRecorder:
         seen = {path: self._axes_around(path) for path in inside}
         if axis:
             leaves, structure = jax.tree.flatten(records, is_leaf=_is_record)
-            whole = {path: axes or axes_below(self._modules[()], path) for path, axes in seen.items()}
+            length = leaves[0].stack_shape[0] if leaves else 0
+            whole = {path: axes or self._axes_at_most(path, length) for path, axes in seen.items()}
             layered = [is_layered(visit.path, whole, inside) for visit in visits if visit.place == _LEVEL]
             leaves = [r.stacked(0) if layers else r.repeated() for r, layers in zip(leaves, layered, strict=True)]
             records = jax.tree.unflatten(structure, leaves)
@@ -337,6 +362,19 @@ class NNXRecorder:
         frames += [((), self._modules[()])] if around is self.levels[0] else []
         found = (axes_below(module, path[len(start) :]) for start, module in frames)
         return next((axes for axes in found if axes is not None), None)
+
+    def _axes_at_most(self, path: Path, length: int) -> Axes | None:
+        """The axes of a parameter outside of every transform, if one of them may be the axis of this one."""
+        axes = axes_below(self._modules[()], path)
+        return axes if axes is not None and length in axes.shape else None
+
+
+def _part(path: Path, owner: Path) -> Path:
+    """The path of the child of `owner` that `path` belongs to; an item of a list is a child."""
+    end = len(owner) + 1
+    while end < len(path) and path[end].isdecimal():
+        end += 1
+    return path[:end] if path[: len(owner)] == owner else path
 
 
 def _is_record(node: Any) -> bool:

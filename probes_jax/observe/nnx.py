@@ -18,7 +18,8 @@ from probes_jax.observe.census import settle
 from probes_jax.observe.compare import check_arrays
 from probes_jax.observe.names import Path
 from probes_jax.observe.nnx_attempts import Attempts, Saved
-from probes_jax.observe.nnx_recorder import NO_MARKS, OUTSIDE, Marks, NNXRecorder
+from probes_jax.observe.nnx_marks import NO_MARKS, Marks
+from probes_jax.observe.nnx_recorder import OUTSIDE, NNXRecorder
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary

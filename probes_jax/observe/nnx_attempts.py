@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
 from probes_jax.observe.names import Path
-from probes_jax.observe.nnx_recorder import NO_MARKS, Marks, NNXRecorder
-
-Slots = Mapping[Path, Path]
+from probes_jax.observe.nnx_marks import NO_MARKS, Marks
+from probes_jax.observe.nnx_recorder import NNXRecorder
 
 
 class Saved:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from probes_jax.observe.lift import Level
 from probes_jax.observe.names import Path
 from probes_jax.observe.record import Record
 
@@ -59,6 +60,37 @@ def axis_taken(whole: Axes, layer: Axes) -> int | None:
     return (named or axes or [None])[0]
 
 
+def note_axes(levels: Sequence[Level], path: Path, module: Any) -> None:
+    """Keeps the axes of parameters in the body of a transform; a parameter made around it is the same there."""
+    for name, param in some_params(path, module).items():
+        for level in levels[-1:] if param._can_update else levels[-2:]:
+            level.notes[name] = axes_of(param)
+
+
+def find_stacks(
+    inside: Mapping[Path, Axes], params: Mapping[Path, Any], records: Iterable[tuple[Path, Record]]
+) -> tuple[dict[Path, tuple[int, int]], dict[Path, int]]:
+    """Scanned modules with their layer axis and number of layers, and the axis of each parameter below them.
+
+    The axis is the one that a scan took away: told by the names in the metadata, else by the shapes.
+
+    Args:
+        inside: Axes of parameters as modules inside of transforms have them.
+        params: The parameters themselves.
+        records: Everything that was measured, by module.
+    """
+    outside = _outside(records)
+    stacks: dict[Path, tuple[int, int]] = {}
+    axes: dict[Path, int] = {}
+    for path, layer in inside.items():
+        whole = axes_of(params[path]) if path in params else layer
+        axis = axis_taken(whole, layer)
+        if axis is not None:
+            axes[path] = axis
+            stacks.setdefault(path[: scanned(path[:-1], outside)], (axis, whole.shape[axis]))
+    return stacks, axes
+
+
 def is_layered(path: Path, outside: Mapping[Path, Axes | None], inside: Mapping[Path, Axes]) -> bool:
     """Whether a transform gave each iteration parameters of its own.
 
@@ -90,8 +122,7 @@ def place_layers(found: Iterable[tuple[Path, Record]]) -> list[Record]:
             shorter than the axes there are, these are of layers.
     """
     found = list(found)
-    single = [path for path, record in found if not _layer_axes(record)]
-    outside = {path[:depth] for path in single for depth in range(len(path) + 1)}
+    outside = _outside(found)
     return [record if not _stack(record) else _placed(record, scanned(path, outside)) for path, record in found]
 
 
@@ -106,13 +137,14 @@ def scanned(path: Path, outside: Collection[Path]) -> int:
     return starts[0] if starts else len(path)
 
 
+def _outside(records: Iterable[tuple[Path, Record]]) -> set[Path]:
+    single = [path for path, record in records if all(axis is None for axis in _stack(record))]
+    return {path[:depth] for path in single for depth in range(len(path) + 1)}
+
+
 def _stack(record: Record) -> Sequence[int | None]:
     axes = len(record.stack_shape)
     return record.stack if len(record.stack) == axes else (0,) * axes
-
-
-def _layer_axes(record: Record) -> int:
-    return sum(axis is not None for axis in _stack(record))
 
 
 def _placed(record: Record, position: int) -> Record:

@@ -11,30 +11,27 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.extend.core import get_opaque_trace_state
 
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit
-from probes_jax.observe.lift import Level, lifting
+from probes_jax.observe.lift import Level, carried_by
+from probes_jax.observe.lifted import lifting
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.nnx_layers import (
     Axes,
     axes_below,
     axes_of,
-    axis_taken,
+    find_stacks,
     is_layered,
+    note_axes,
     own_params,
     place_layers,
-    scanned,
-    some_params,
 )
-from probes_jax.observe.nnx_methods import CONTAINERS, calling
+from probes_jax.observe.nnx_marks import Marks, brought, clear, is_open, path_of, plant, put, slot_of
+from probes_jax.observe.nnx_methods import calling
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 
-_PATH = "_probes_jax_path"
-_SLOT = "_probes_jax_slot"
-_TAPS = "_probes_jax_taps"
 _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
 
 OUTSIDE = "the model is called inside a JAX transform in loss_fn; call it outside of it, or put nnx.remat in the model"
@@ -47,13 +44,6 @@ CLOSED_OVER = (
 _numbers = itertools.count()
 
 
-class Slot(nnx.Variable):
-    """Where a module inside a transform leaves its records. Of our own type: no filter of the model's names it.
-
-    A second one on the module holds the slots of its taps: zeros in the structure of the records.
-    """
-
-
 class Raw(NamedTuple):
     """What one run left behind, or the slots of the taps of such a run."""
 
@@ -61,51 +51,23 @@ class Raw(NamedTuple):
     inside: dict[Path, tuple[Record, ...]]  # from the `Slot` of each module that has one
 
 
-@dataclasses.dataclass(frozen=True)
-class Marks:
-    """How the modules of one model are observed.
-
-    Attributes:
-        paths: Each module has a static attribute that says which one it is: a transform makes new instances.
-        lifted: JAX's transforms bring records out (`lift`).
-        slots: Modules with a Variable that brings records out of a transform which is not lifted, with the part of
-            the model that takes them or refuses them together.
-        refused: Modules in a transform that takes no Variable more, and why.
-    """
-
-    paths: bool = True
-    lifted: bool = True
-    slots: Mapping[Path, Path] = dataclasses.field(default_factory=dict)
-    refused: Mapping[Path, str] = dataclasses.field(default_factory=dict)
-
-
-NO_MARKS = Marks(paths=False, lifted=False)
-
-
 class _Frame(NamedTuple):
-    """A method that runs.
-
-    `level` is None inside a transform that is not lifted; `seen` has the calls seen in such transforms that this method
-    applies, with the trace of each.
-    """
+    """A method that runs: the `number`-th call. `level` is None inside a transform that is not lifted."""
 
     module: Any
     method: str
     function: Any
     path: Path
     level: Level | None
-    seen: dict[Any, Any]
+    number: int
 
 
 class NNXRecorder:
     """Records of one binding.
 
-    Records are kept in the trace that they are made in. JAX's transforms bring them out of it (`lift`). Of a transform
-    that was applied before the model is called, such as `nnx.jit` or a decorated method, only Variables come back:
-    there a `Slot` on the module takes the records.
-
-    Transforms keep what they have traced, by the structure of their modules: traced before without marks, they would
-    not run the modules again, and nobody would notice. So the static attribute differs from run to run.
+    Records are kept in the trace that they are made in. JAX's transforms bring them out of it (`lifted`). Of a
+    transform that was applied before the model is called, such as `nnx.jit` or a decorated method, only Variables come
+    back: there a `Slot` on the module takes the records.
 
     Attributes:
         levels: See `lift.Carrier`.
@@ -147,15 +109,16 @@ class NNXRecorder:
         homes = [sys.modules[name] for name in {cls.__module__ for cls in classes} if name in sys.modules]
         taps = self._taps[len(self.runs)] if len(self.runs) < len(self._taps) else Raw((), {})
         self.levels = [Level(slots=taps.here)]
-        self._frames = [_Frame(root, "", None, (), self.levels[0], {})]
+        self._frames = [_Frame(root, "", None, (), self.levels[0], next(_numbers))]
         try:
             with calling(self, classes), lifting(self if marks.lifted else None, homes), observing(self):
-                self._plant(taps.inside)
+                plant(self._modules, marks, self._token, taps.inside)
                 yield
                 self.visits += self.levels[0].visits
-                self.runs.append(Raw(tuple(self.levels[0].records), self._brought()))
+                self.runs.append(Raw(tuple(self.levels[0].records), brought(self._modules)))
         finally:
-            self._clear()
+            clear(self._modules)
+            self.levels, self._frames, self._modules, self._paths = [], [], {}, {}
 
     def forget(self, mark: tuple[int, int]) -> None:
         """Drops what was recorded since `mark`: the model is run again with other marks."""
@@ -180,23 +143,10 @@ class NNXRecorder:
         return visits, [(path, "", record) for (path, _), record in zip(slots, here, strict=True)]
 
     def stacks(self, params: Mapping[Path, Any]) -> tuple[dict[Path, tuple[int, int]], dict[Path, int]]:
-        """Scanned modules with their layer axis and number of layers, and the axis of each parameter below them.
-
-        The axis is the one that a scan took away: told by the names in the metadata, else by the shapes.
-        """
+        """See `find_stacks`."""
         visits, returned = self.found(self.runs)
-        single = [v.path for v in visits if v.record is not None and not v.record.stack]
-        single += [path for path, _, record in returned if not record.stack]
-        outside = {path[:depth] for path in single for depth in range(len(path) + 1)}
-        stacks: dict[Path, tuple[int, int]] = {}
-        axes: dict[Path, int] = {}
-        for path, inside in self._inside.items():
-            whole = axes_of(params[path]) if path in params else inside
-            axis = axis_taken(whole, inside)
-            if axis is not None:
-                axes[path] = axis
-                stacks.setdefault(path[: scanned(path[:-1], outside)], (axis, whole.shape[axis]))
-        return stacks, axes
+        records = [(visit.path, visit.record) for visit in visits if visit.record is not None]
+        return find_stacks(self._inside, params, records + [(path, record) for path, _, record in returned])
 
     def unreached(self, root: nnx.Module) -> list[Visit]:
         """The modules with parameters of their own of which no method was called."""
@@ -208,30 +158,6 @@ class NNXRecorder:
             for path, module in modules.items()
             if path not in self._called and own_params(path, module)
         ]
-
-    # ---- slots
-
-    def _plant(self, taps: Mapping[Path, Any]) -> None:
-        for path, module in self._modules.items():
-            if isinstance(module, CONTAINERS):
-                continue
-            if self._marks.paths:
-                setattr(module, _PATH, (self._token, path))
-            if path in self._marks.slots:
-                setattr(module, _SLOT, Slot((), hijax=False, ref=False))
-                if path in taps:
-                    setattr(module, _TAPS, Slot(taps[path], hijax=False, ref=False))
-
-    def _brought(self) -> dict[Path, tuple[Record, ...]]:
-        slots = {path: vars(module).get(_SLOT) for path, module in self._modules.items()}
-        return {path: slot.get_value() for path, slot in slots.items() if slot is not None and slot.get_value()}
-
-    def _clear(self) -> None:
-        for module in self._modules.values():
-            for name in (_PATH, _SLOT, _TAPS):
-                if name in vars(module):
-                    delattr(module, name)
-        self.levels, self._frames, self._modules, self._paths = [], [], {}, {}
 
     # ---- calls
 
@@ -245,8 +171,8 @@ class NNXRecorder:
         self._called.add(path)
         level = self.levels[-1] if self.levels[-1].is_current else None
         if level is not None and level is not self.levels[0]:
-            self._note(path, module)
-        self._frames.append(_Frame(module, method, function, path, level, {}))
+            note_axes(self.levels, path, module)
+        self._frames.append(_Frame(module, method, function, path, level, next(_numbers)))
         try:
             output = run(*args, **kwargs)
         finally:
@@ -266,69 +192,51 @@ class NNXRecorder:
         return self._observe(top.module, visit, leaves, value, path)
 
     def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any, below: Path = ()) -> Any:
+        """Measures an output, leaves the record where it comes back from, and taps the output."""
         level, path = self.levels[-1], visit.path[: len(visit.path) - len(below)]
         here = level.is_current
-        slot = None if here else vars(module).get(_SLOT)
-        reason = self.blocked or (None if here else self._reason(path, slot))
+        reason = self.blocked or (None if here else self._reason(path, module))
         through = level.through if here else (*level.through, "transform")
-        visit = dataclasses.replace(visit, through=through, reason=reason, place=_LEVEL if here and not reason else "")
+        visit = dataclasses.replace(visit, reason=reason, through=through, place=_LEVEL if here and not reason else "")
         if here or not self._is_traced_again(visit):
             level.visits.append(visit)
         if reason:
             return output
         if not here or level is not self.levels[0]:
             self._inside |= {name: axes_of(param) for name, param in own_params(path, module).items()}
-        with lifting(None):
+        with carried_by(None):
             record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, *visit.key[1:], below)
-        if here:
-            slots = level.next_slots
-            level.records.append(record)
-        else:
-            slots = self._slots_of(module, len(slot.get_value()))
-            slot.set_value((*slot.get_value(), record))
+        slots = level.keep(record) if here else put(module, record)
         return tapped(self._measure, output, record, slots) if isinstance(slots, Record) else output
 
     def _is_traced_again(self, visit: Visit) -> bool:
-        """Whether this is a call seen before, in an earlier trace of the same body.
+        """Whether JAX traces a call once more.
 
         Where it is another call after all, its record comes back, and is reported as one more.
         """
-        key = (*visit.key, tuple(visit.leaves.items()), visit.reason)
-        trace = get_opaque_trace_state(convention="nnx")
-        return self._owner().seen.setdefault(key, trace) != trace
+        call = (self._owner().number, *visit.key, tuple(visit.leaves.items()), visit.reason)
+        return self.levels[-1].is_traced_again(call)
 
     def _owner(self) -> _Frame:
         """The method that applies the transform that is running."""
         return next(frame for frame in reversed(self._frames) if frame.level is not None)
 
-    def _slots_of(self, module: Any, number: int) -> Record | None:
-        """The slots of the taps of one call of a module that has a `Slot`."""
-        slots = vars(module).get(_TAPS)
-        return None if slots is None or number >= len(slots.get_value()) else slots.get_value()[number]
-
-    def _reason(self, path: Path, slot: Any) -> str | None:
-        if slot is not None and slot._can_update:
-            return None
+    def _reason(self, path: Path, module: Any) -> str | None:
+        """Why the record of a module cannot come out of the transform that is running."""
+        slot = slot_of(module)
         if slot is None and path not in self._marks.refused:
             self.without[path] = _part(path, self._owner().path)
-        return self._marks.refused.get(path, CLOSED_OVER)
+        return None if slot is not None and is_open(slot) else self._marks.refused.get(path, CLOSED_OVER)
 
     def _path(self, module: Any) -> Path:
-        token, path = vars(module).get(_PATH, (None, ()))
-        if token == self._token:
+        path = path_of(module, self._token)
+        path = self._paths.get(id(module)) if path is None else path
+        if path is not None:
             return path
-        if id(module) in self._paths:
-            return self._paths[id(module)]
         self._anonymous |= not self._marks.paths
         return (*self._frames[-1].path, type(module).__name__)  # made inside the model, or inside a transform
 
     # ---- transforms
-
-    def _note(self, path: Path, module: Any) -> None:
-        """Keeps the axes of parameters in the body of a transform; one that was made outside is the same there."""
-        for name, param in some_params(path, module).items():
-            for level in self.levels[-1:] if param._can_update else self.levels[-2:]:
-                level.notes[name] = axes_of(param)
 
     def join(self, bodies: Sequence[Level], records: Any, axis: bool) -> None:
         """See `lift.Carrier`: an axis of iterations is one of layers where they have parameters of their own."""

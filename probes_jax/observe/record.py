@@ -60,6 +60,11 @@ class Record:
         return dataclasses.replace(self, values=values, stack=self.layers)
 
     @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """Lengths of the leading axes."""
+        return next(iter(self.values.values())).stack_shape()
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """`stack` without the axes of time steps and examples."""
         return tuple(position for position in self.stack if position is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from probes_jax.observe.names import Names, Path
 from probes_jax.observe.point import Point, point_name
@@ -17,6 +17,10 @@ Returned = tuple[Path, str, Record]  # module path, `Visit.place`, what was meas
 LOST = (
     "the value did not come back from a transform around the module; call the module outside of it, or use Flax's own "
     "lifted transform (nn.scan, nn.remat, nnx.remat)"
+)
+NEVER_CALLED = (
+    "never called (no public method of it ran in the traced step): observe what it computes with pj.observe(name, x), "
+    "under the module's own name"
 )
 
 
@@ -59,7 +63,11 @@ class Result:
 
 
 def settle(
-    visits: Sequence[Visit], returned: Iterable[Returned], params: Iterable[Path], stacks: Iterable[Path]
+    visits: Sequence[Visit],
+    returned: Iterable[Returned],
+    params: Iterable[Path],
+    stacks: Iterable[Path],
+    uncalled: Iterable[Path] = (),
 ) -> Result:
     """Matches the calls seen with the records that came back.
 
@@ -69,13 +77,15 @@ def settle(
             traced once and used twice returns more records than calls were seen.
         params: Parameter paths; they have the first word in naming.
         stacks: Scanned parameter subtrees.
+        uncalled: Modules that hold parameters and that no call was seen of.
     """
+    uncalled = tuple(uncalled)
     records: dict[tuple[Key, str], collections.deque[Record]] = {}
     for path, place, record in returned:
         key = ((*path, *record.below), record.class_name, record.method)
         records.setdefault((key, place), collections.deque()).append(record.merged())
     layers = {key[0][:at] for (key, _), found in records.items() for record in found for at in record.layers}
-    paths = [visit.path for visit in visits] + [key[0] for key, _ in records]
+    paths = [*(visit.path for visit in visits), *(key[0] for key, _ in records), *uncalled]
     namer = _Namer(Names(params, {*stacks, *layers}, also=paths))
     result = Result()
     calls: collections.Counter[Key] = collections.Counter()
@@ -95,7 +105,35 @@ def settle(
             else:
                 result.points[point] = summary
         calls[key] += 1
+    for path in uncalled:
+        point = namer.name(Point(path, ""), ())
+        result.seen.append(point)
+        result.missing[point] = NEVER_CALLED
     return result
+
+
+def find_uncalled(
+    params: Iterable[Path], called: Iterable[Path], variables: Set[Path], entered: Set[Path]
+) -> list[Path]:
+    """The outermost modules that hold parameters and that no call was seen of.
+
+    Args:
+        params: Paths of parameters.
+        called: Paths of modules that were called.
+        variables: Paths known to be parameters, also those that are trees and look like modules.
+        entered: Paths of modules that ran. What is below another one says nothing: a compiled block runs once for all.
+    """
+    called = set(called)
+    reached = {path[:depth] for path in called for depth in range(len(path) + 1)}
+    found: dict[Path, None] = {}
+    for leaf in params:
+        names = range(1, len(leaf) + 1)
+        depth = next(depth for depth in names if depth == len(leaf) or leaf[:depth] in variables)
+        holder = leaf[: depth - 1]
+        outermost = next((leaf[:d] for d in range(1, depth) if leaf[:d] not in reached), holder)
+        if outermost and outermost not in called and outermost[:-1] in entered:
+            found[outermost] = None
+    return list(found)
 
 
 def _pair(

@@ -24,6 +24,7 @@ class Evaluation:
     outputs: list
     captured: Captured  # of the trace: names, reasons; its arrays are tracers
     rows: dict[str, dict[str, float]]  # label -> statistics
+    backward: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # the same of gradients
 
 
 def make_step(binding, loss_fn, measure=summarize_magnitude):
@@ -124,24 +125,30 @@ def observed_and_plain(module, loss_fn, batch):
 
 def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit):
     """Loss and parameter gradients of a run with taps, and the statistics of backward gradients by label."""
-    captured = []
+    tapped = evaluate_tapped(binding, loss_fn, batch, parts, measure, jit)
+    return tapped.loss, tapped.grads, tapped.backward
+
+
+def evaluate_tapped(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit) -> Evaluation:
+    """An evaluation with taps: forward and backward statistics from one program."""
+    captured, found_points = [], []
 
     def objective(params, taps):
         rngs = Rngs(KEY)
         bound = binding.bind(params, parts.state, rngs=rngs, measure=measure, taps=taps)
         loss = loss_fn(bound, batch, rngs)
         captured.append(bound.finish())
-        return loss, captured[-1].raw
+        last = captured[-1]
+        return loss, (last.raw, list(last.points.values()), last.state, last.outputs)
 
     def step(params):
-        _, raw = jax.eval_shape(objective, params, None)
-        (loss, _), (grads, found) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, slots_like(raw))
-        return loss, grads, captured[-1].backward(found)
+        _, (raw, *_) = jax.eval_shape(objective, params, None)
+        objective_and_gradients = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        (loss, (_, values, state, outputs)), (grads, found) = objective_and_gradients(params, slots_like(raw))
+        points = captured[-1].backward(found)
+        found_points[:] = points
+        return loss, grads, state, outputs, values, list(points.values())
 
-    def values(params):
-        loss, grads, points = step(params)
-        captured.append(tuple(points))
-        return loss, grads, list(points.values())
-
-    loss, grads, summaries = jax.device_get(jit(values)(parts.params))
-    return loss, grads, rows_of(captured[-1], summaries)
+    loss, grads, state, outputs, values, found = jax.device_get(jit(step)(parts.params))
+    rows = rows_of(captured[-1].points, values)
+    return Evaluation(loss, grads, state, outputs, captured[-1], rows, rows_of(found_points, found))

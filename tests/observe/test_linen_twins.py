@@ -1,0 +1,554 @@
+"""Each lifted transform of linen against its plain twin: every point, value, gradient and name."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.linen import partitioning
+
+from tests.observe.linen_twin import assert_twin, unrolled
+
+X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
+SEQUENCE = jnp.linspace(-1.0, 1.0, 24).reshape(2, 3, 4)
+PER_LAYER = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+SHARED = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+
+
+def first_call(label):
+    """All calls of one method are one row: time steps, or examples."""
+    return re.sub(r"#\d+", "", label)
+
+
+class Layer(nn.Module):
+    """Returns a new carry, and an output of its own."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        h = nn.tanh(nn.Dense(4, name="mlp")(nn.LayerNorm(name="norm")(carry)) + x)
+        return carry + h, 2.0 * h
+
+
+class Bare(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.tanh(nn.Dense(4, name="mlp")(x))
+
+
+class Stack(nn.Module):
+    """Layers that are given, and used with inputs and outputs of their own on an axis that is not the first."""
+
+    layers: nn.Module
+
+    def __call__(self, x, xs):
+        return self.layers(x, xs)
+
+
+class Unrolled(nn.Module):
+    depth: int
+    axis: int = 0
+    shared: bool = False
+
+    @nn.compact
+    def __call__(self, x, xs):
+        ys = []
+        layer = Layer(name="layers") if self.shared else None
+        for i in range(self.depth):
+            x, y = (layer or Layer(name=f"layers_{i}"))(x, jnp.take(xs, i, self.axis))
+            ys.append(y)
+        return x, jnp.stack(ys, self.axis)
+
+
+def separate(variables, axis=0, name="layers"):
+    return {"params": unrolled(variables["params"], axis, name)}
+
+
+@pytest.mark.parametrize("wrap", [lambda c: c, nn.remat])
+@pytest.mark.parametrize(("axis", "params"), [(1, 0), (2, 1)])
+def test_scan_over_layers_with_inputs_and_outputs_on_other_axes(wrap, axis, params):
+    scanned = nn.scan(
+        wrap(Layer), variable_axes={"params": params}, split_rngs={"params": True}, in_axes=axis, out_axes=axis
+    )
+    xs = jnp.moveaxis(jnp.linspace(0.0, 1.0, 36).reshape(3, 3, 4), 0, axis)
+    observed = assert_twin(Stack(wrap(scanned)()), Unrolled(3, axis), (X, xs), functools.partial(separate, axis=params))
+    assert observed.captured.stacks == {("layers",): (params, 3)}
+
+
+def test_scan_over_time_is_one_row_over_all_steps():
+    module = Stack(nn.scan(Layer, **SHARED, in_axes=0, out_axes=0)())
+    xs = jnp.linspace(0.0, 1.0, 60).reshape(5, 3, 4)
+    # The carry and the output of a step are two values of one call.
+    observed = assert_twin(module, Unrolled(5, shared=True), (X, xs), merge=first_call)
+    assert observed.captured.stacks == {}
+    assert observed.rows["layers:0"]["count"] == 5 * X.size
+
+
+class Nested(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        inner = nn.scan(nn.remat(Carry), **PER_LAYER, length=2)
+        groups = nn.scan(nn.remat(Groups), variable_axes={"params": 1}, split_rngs={"params": True}, length=3)
+        return groups(inner, name="groups")(x, None)[0]
+
+
+class Carry(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Bare(name="bare")(x), None
+
+
+class Groups(nn.Module):
+    inner: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, x, _):
+        return self.inner(name="layers")(x, None)
+
+
+class NestedUnrolled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x = Group(name=f"groups_{i}")(x)
+        return x
+
+
+class Group(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Carry(name=f"layers_{i}")(x, None)[0]
+        return x
+
+
+def test_a_scan_in_a_scan_with_layers_on_different_axes():
+    def convert(variables):
+        groups = unrolled(variables["params"], 1, "groups")
+        return {"params": {name: unrolled(group, 0, "layers") for name, group in groups.items()}}
+
+    assert_twin(Nested(), NestedUnrolled(), (X,), convert)
+
+
+class Partitioned(nn.Module):
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        if self.scan:
+            layers = nn.scan(Boxed, **PER_LAYER, length=2, metadata_params={nn.PARTITION_NAME: "layers"})
+            return layers(name="layers")(x, None)[0]
+        for i in range(2):
+            x, _ = Boxed(name=f"layers_{i}")(x, None)
+        return x
+
+
+class Boxed(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.tanh(nn.Dense(4, kernel_init=kernel, name="mlp")(x)), None
+
+
+@pytest.mark.parametrize("twins", [(Partitioned(), Partitioned(scan=False))])
+def test_partition_names_of_layers(twins):
+    assert_twin(*twins, (X,), separate)
+
+
+class Loop(nn.Module):
+    """`nn.RNN` by a Python loop."""
+
+    cell: nn.Module
+    reverse: bool = False
+
+    def __call__(self, x, return_carry=False):
+        carry, ys = self.cell.initialize_carry(jax.random.key(0), x[:, 0].shape), {}
+        for step in sorted(range(x.shape[1]), reverse=self.reverse):
+            carry, ys[step] = self.cell(carry, x[:, step])
+        y = jnp.stack([ys[step] for step in range(x.shape[1])], 1)
+        return (carry, y) if return_carry else y
+
+
+class Joined(nn.Module):
+    """`nn.Bidirectional` by calls of its parts."""
+
+    forth: nn.Module
+    back: nn.Module
+
+    def __call__(self, x):
+        return jnp.concatenate([rnn(x, return_carry=True)[1] for rnn in (self.forth, self.back)], -1)
+
+
+class Recurrent(nn.Module):
+    cell: str
+    both: bool = False
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        rnn = nn.RNN if self.scan else Loop
+        cell = getattr(nn, self.cell)
+        forth = rnn(cell(3, name="cell"), name="rnn")
+        if not self.both:
+            return forth(x)
+        back = (
+            nn.RNN(cell(3, name="cell_back"), name="back")
+            if self.scan
+            else Loop(cell(3, name="cell_back"), True, name="back")
+        )
+        return (nn.Bidirectional if self.scan else Joined)(forth, back, name="both")(x)
+
+
+@pytest.mark.parametrize(("cell", "both"), [("LSTMCell", True), ("GRUCell", False), ("OptimizedLSTMCell", False)])
+def test_recurrent_layers_of_linen(cell, both):
+    unused = [f"{rnn}:0.{part}" for rnn in ("rnn", "back") for part in (0, 1)] if both else []  # the last carries
+    twins = Recurrent(cell, both), Recurrent(cell, both, scan=False)
+    assert_twin(*twins, (SEQUENCE,), merge=first_call, cut=unused)
+
+
+class Methods(nn.Module):
+    """Two methods, one of which is scanned, and a helper."""
+
+    @nn.compact
+    def layer(self, x, _):
+        return self._helper(x), None
+
+    def _helper(self, x):
+        return x + nn.tanh(nn.Dense(4, name="mlp")(x))
+
+
+class CallsMethods(nn.Module):
+    lift: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        if self.lift == "scan":
+            return nn.scan(Methods, **PER_LAYER, length=2, methods=["layer"])(name="layers").layer(x, None)[0]
+        methods = nn.remat(Methods, methods=["layer"]) if self.lift == "remat" else Methods
+        for i in range(2):
+            x, _ = methods(name=f"layers_{i}").layer(x, None)
+        return x
+
+
+@pytest.mark.parametrize(("lift", "convert"), [("scan", separate), ("remat", lambda variables: variables)])
+def test_transforms_of_a_method_that_is_not_call(lift, convert):
+    assert_twin(CallsMethods(lift), CallsMethods(), (X,), convert)
+
+
+class DecoratedScan(nn.Module):
+    """A class whose `__call__` is scanned where it is written."""
+
+    @functools.partial(nn.scan, **PER_LAYER, length=2)
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(4, name="mlp")(x)), None
+
+
+class DecoratedRemat(nn.Module):
+    @nn.remat
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(4, name="mlp")(x)), None
+
+
+class DecoratedJit(nn.Module):
+    @nn.jit
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(4, name="mlp")(x)), None
+
+
+class Undecorated(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(4, name="mlp")(x)), None
+
+
+class OfDecorated(nn.Module):
+    layer: type[nn.Module] = Undecorated
+
+    @nn.compact
+    def __call__(self, x):
+        if self.layer is DecoratedScan:
+            return self.layer(name="layers")(x, None)[0]
+        for i in range(2):
+            x, _ = self.layer(name=f"layers_{i}")(x, None)
+        return x
+
+
+@pytest.mark.parametrize("layer", [DecoratedScan, DecoratedRemat, DecoratedJit])
+def test_transforms_that_decorate_a_method(layer):
+    convert = separate if layer is DecoratedScan else lambda variables: variables
+    assert_twin(OfDecorated(layer), OfDecorated(), (X,), convert)
+
+
+class DecoratedHelper(nn.Module):
+    """The layers are one method of the model itself, scanned where it is written."""
+
+    def setup(self):
+        self.mlp = nn.Dense(4)
+
+    def __call__(self, x):
+        return self._layers(x, None)[0]
+
+    @functools.partial(nn.scan, **PER_LAYER, length=2)
+    def _layers(self, x, _):
+        return nn.tanh(self.mlp(x)), None
+
+
+class HelperUnrolled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = nn.tanh(nn.Dense(4, name=f"mlp_{i}")(x))
+        return x
+
+
+def test_a_scanned_method_of_the_module_itself():
+    convert = functools.partial(separate, name="mlp")
+    observed = assert_twin(DecoratedHelper(), HelperUnrolled(), (X,), convert)
+    assert observed.captured.stacks == {("mlp",): (0, 2)}
+
+
+class Flagged(nn.Module):
+    """Has an argument that must stay a Python value."""
+
+    @nn.compact
+    def __call__(self, x, double, scale=1.0):
+        x = nn.tanh(nn.Dense(4, name="mlp")(x)) * scale
+        return x + x if double else x
+
+
+class CallsFlagged(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        policy = jax.checkpoint_policies.dots_saveable
+        remat = functools.partial(nn.remat, static_argnums=(2,), policy=policy, prevent_cse=False)
+        layer = remat(Flagged) if self.remat else Flagged
+        for i in range(2):
+            x = layer(name=f"layers_{i}")(x, i == 1, scale=2.0)
+        return x
+
+
+def test_remat_with_a_policy_and_static_arguments():
+    assert_twin(CallsFlagged(remat=True), CallsFlagged(), (X,))
+
+
+class RematScan(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat_scan(Bare, lengths=(2, 2))(name="layers")(x)
+
+
+class RematScanUnrolled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            for j in range(2):
+                x = Bare(name=f"layers_{i}_{j}")(x)
+        return x
+
+
+def two_indices(label):
+    """What was `layers_0_1` in the twin has two layer axes."""
+    return re.sub(r"_(\d)\[", r"[\1][", first_call(label))
+
+
+def grid(variables, name, axes):
+    """Parameters of a stack with two layer axes, each layer by itself."""
+    params = dict(variables["params"])
+    stack = params.pop(name)
+    for i, j in itertools.product(range(2), range(2)):
+        params[f"{name}_{i}_{j}"] = jax.tree.map(lambda w, i=i, j=j: jnp.moveaxis(w, axes, (0, 1))[i, j], stack)
+    return {"params": params}
+
+
+def test_remat_scan():
+    convert = functools.partial(grid, name="layers", axes=(0, 1))
+    assert_twin(RematScan(), RematScanUnrolled(), (X,), convert, merge=two_indices)
+
+
+class Experts(nn.Module):
+    """Experts with parameters and inputs of their own, each a stack of layers; then a layer mapped over examples."""
+
+    mapped: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        inputs = jnp.stack([x, -x], -1)
+        if self.mapped:
+            layers = nn.scan(Carry, **PER_LAYER, length=2)
+            options = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
+            experts = nn.vmap(layers, **options, in_axes=(-1, None), out_axes=-1)
+            y = experts(name="experts")(inputs, None)[0]
+            each = nn.vmap(nn.remat(Bare), {"params": None}, split_rngs={"params": False})(name="each")
+            return each(y.sum(-1))
+        ys = [inputs[..., i] for i in range(2)]
+        for i, j in itertools.product(range(2), range(2)):
+            ys[i] = Carry(name=f"experts_{i}_{j}")(ys[i], None)[0]
+        each = Bare(name="each")
+        return jnp.stack([each(row) for row in sum(ys)])
+
+
+def test_vmap_over_experts_and_over_examples():
+    convert = functools.partial(grid, name="experts", axes=(1, 0))
+    assert_twin(Experts(), Experts(mapped=False), (X,), convert, merge=two_indices)
+
+
+class Tracked(nn.Module):
+    """A scanned function of the module that hands a statistic from layer to layer, and keeps one of each layer."""
+
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        total = self.variable("carried", "total", jnp.zeros, ())
+
+        def body(module, x, number):
+            carried = module.variable("carried", "total", jnp.zeros, ()) if self.scan else total
+            seen = module.variable("stats", "seen", jnp.zeros, (4,)) if self.scan else None
+            x = nn.tanh(nn.Dense(4, name="layers" if self.scan else f"layers_{number}")(x)) + carried.value
+            if not module.is_initializing():
+                carried.value += x.sum()
+                if seen is not None:
+                    seen.value += x.sum(0)
+            return x, None
+
+        if not self.scan:
+            return body(self, body(self, x, 0)[0], 1)[0]
+        axes = {"variable_axes": {"params": 0, "stats": 1}, "variable_carry": "carried"}
+        return nn.scan(body, **axes, split_rngs={"params": True}, length=2)(self, x, None)[0]
+
+
+def test_state_that_layers_carry_and_keep():
+    observed = assert_twin(Tracked(), Tracked(scan=False), (X,), lambda v: {**separate(v), "carried": {"total": 0.0}})
+    assert observed.state["stats"]["seen"].shape == (4, 2)
+
+
+class Blocks(nn.Module):
+    """Two blocks that `nn.jit` traces once."""
+
+    jit: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.jit(Bare) if self.jit else Bare
+        for i in range(2):
+            x = block(name=f"layers_{i}")(x)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [lambda block: block, nn.remat, nn.jit])
+def test_jit_inside_the_model(wrap):
+    assert_twin(wrap(Blocks)(jit=True), Blocks(), (X,))
+
+
+class Matrix(nn.Module):
+    @nn.compact
+    def __call__(self, x, transposed=False):
+        shape = (7 - x.shape[-1], x.shape[-1]) if transposed else (x.shape[-1], 7 - x.shape[-1])
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        return x @ (kernel.T if transposed else kernel)
+
+
+class Autoencoder(nn.Module):
+    """The decoder is the encoder with its kernel transposed; a last layer is stored transposed."""
+
+    mapped: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        encoder, transpose = Matrix(name="encoder"), functools.partial(jax.tree.map, jnp.transpose)
+        z = nn.tanh(encoder(x))
+        if not self.mapped:
+            return Matrix(name="last")(encoder(z, transposed=True))
+        x = nn.map_variables(lambda module, z: module(z), "params", transpose, transpose, mutable=True)(encoder, z)
+        return nn.map_variables(Matrix, "params", transpose, transpose, init=True)(name="last")(x)
+
+
+class Normed(nn.Module):
+    """A layer with normalized weights, scanned or not."""
+
+    kind: str
+    plain: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(4, name="mlp")
+        if self.plain:
+            return Calls(layer, name="norm")(x)
+        if self.kind == "weight":
+            return nn.WeightNorm(layer, name="norm")(x)
+        return nn.SpectralNorm(layer, name="norm")(x, update_stats=True)
+
+
+class Calls(nn.Module):
+    layer: nn.Module
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def normalized(variables, kind):
+    """The weights that a norm of weights computes with."""
+    kernel, bias = (variables["params"]["mlp"][name] for name in ("kernel", "bias"))
+    if kind == "weight":
+        scale = variables["params"]["norm"]["mlp/kernel/scale"]
+        kernel = kernel / jnp.linalg.norm(kernel, axis=0) * scale
+    else:
+        u = variables["batch_stats"]["norm"]["mlp/kernel/u"]
+        v = u @ kernel.T / jnp.linalg.norm(u @ kernel.T)
+        u = v @ kernel / jnp.linalg.norm(v @ kernel)
+        kernel = kernel / (v @ kernel @ u.T)[0, 0]
+    return {"params": {"mlp": {"kernel": kernel, "bias": bias}}}
+
+
+@pytest.mark.parametrize("kind", ["weight", "spectral"])
+def test_weight_and_spectral_norm(kind):
+    assert_twin(Normed(kind), Normed(kind, plain=True), (X,), functools.partial(normalized, kind=kind))
+
+
+def test_tied_and_transposed_weights_by_map_variables():
+    def convert(variables):
+        params = variables["params"]
+        return {"params": {**params, "last": {"kernel": params["last"]["kernel"].T}}}
+
+    assert_twin(Autoencoder(), Autoencoder(mapped=False), (X,), convert)
+
+
+class Annotated(nn.Module):
+    """Parameters with logical axis names, and layers scanned or mapped with them."""
+
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        if self.scan:
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+            layers = partitioning.scan_with_axes(partitioning.remat(AnnotatedLayer), **options)
+            return layers(name="layers")(x, None)[0]
+        for i in range(2):
+            x, _ = AnnotatedLayer(name=f"layers_{i}")(x, None)
+        return x
+
+
+class AnnotatedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(AnnotatedMlp(name="mlp")(x)), None
+
+
+class AnnotatedMlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ partitioning.param_with_axes("kernel", nn.initializers.lecun_normal(), (4, 4), axes=("embed", "mlp"))
+
+
+def test_scans_with_logical_axes():
+    assert_twin(Annotated(), Annotated(scan=False), (X,), separate)

@@ -18,7 +18,9 @@ from probes_jax.observe.census import Returned, Visit, find_uncalled
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
+from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
+from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
 RAW = (
@@ -119,11 +121,17 @@ class LinenRecorder:
         frame = self._frame(context, scope)
         self._frames.append(frame)
         try:
-            output = call(*args, **kwargs)
+            output = call(*self._with_input(frame, args), **kwargs)
         finally:
             self._frames.pop()
         self._note(frame)
         return self._observe(frame, output, type(frame.module).__name__, frame.method) if frame.observed else output
+
+    def _with_input(self, frame: _Call, args: Any) -> Any:
+        """The arguments, the first one observed where it is a point too."""
+        cls = type(frame.module).__name__
+        wanted = frame.observed and frame.method == "__call__" and takes_input(Point(frame.path, cls))
+        return (self._observe(frame, args[0], cls, INPUT), *args[1:]) if args and wanted else args
 
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""

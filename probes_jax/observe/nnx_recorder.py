@@ -22,7 +22,9 @@ from probes_jax.observe.census import Returned, Visit
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.patch import Patch, patched
+from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
+from probes_jax.observe.roles import takes_input
 
 _PATH = "_probes_jax_path"
 _SLOT = "_probes_jax_slot"
@@ -207,13 +209,21 @@ class NNXRecorder:
         path = self._path(module)
         self._frames.append((module, method, function, path))
         try:
-            output = run(*args, **kwargs)
+            output = run(*self._with_input(module, method, path, args), **kwargs)
         finally:
             self._frames.pop()
         leaves = float_leaves(output)
         if not leaves:
             return output
         return self._observe(module, Visit(path, type(module).__name__, method, shapes_of(leaves)), leaves, output)
+
+    def _with_input(self, module: Any, method: str, path: Path, args: Any) -> Any:
+        """The arguments, the first one observed where it is a point too."""
+        cls = type(module).__name__
+        leaves = float_leaves(args[0]) if args and method == "__call__" and takes_input(Point(path, cls)) else {}
+        if not leaves:
+            return args
+        return (self._observe(module, Visit(path, cls, INPUT, shapes_of(leaves)), leaves, args[0]), *args[1:])
 
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""

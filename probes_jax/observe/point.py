@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from probes_jax.observe.names import ROOT, Names, escape, expand
 
+INPUT = "input"  # stands for the method of a point that is what a module is given, not what it returns
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:

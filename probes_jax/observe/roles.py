@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from probes_jax.observe.point import Point
+from probes_jax.observe.point import INPUT, Point
 
 _Q, _K, _V = r"q|query|queries", r"k|key|keys", r"v|value|values"
 _NORM = r"ln|norm|layer_?norm|rms_?norm"
@@ -45,6 +45,7 @@ _BY_CLASS = (
 )
 _INSIDE_ATTENTION = re.compile(r"(?:self_|cross_)?att(?:n|ention)\w*", re.IGNORECASE)
 _INSIDE_FEED_FORWARD = re.compile(r"mlp\w*|ffn?\w*|feed_?forward\w*", re.IGNORECASE)
+_LAYER_NORM = re.compile(r"\w*(?:Layer|RMS|Rms)_?Norm\w*")
 _OUT = re.compile(r"o|out|o_?proj|out_?proj|output|c_?proj|wo|proj|attn_vec_einsum", re.IGNORECASE)
 
 
@@ -66,6 +67,26 @@ def role_of(point: Point, given: Sequence[tuple[str, str]] = ()) -> str:
             return role
     if not point.path or point.method == "attend":  # the model's own output; an embedding used as output layer
         return "logits"
+    if point.method == INPUT:
+        return "expert_input" if _role(point) == "expert_output" else "residual"
+    return _role(point)
+
+
+def takes_input(point: Point) -> bool:
+    """Whether what a module is given is a point too, named `<module>.input`.
+
+    The sum of a residual stream is no module's output: it is read where a norm takes it in. A block that normalizes
+    first has it before each branch there, one that normalizes last has it after each branch.
+
+    Example:
+        >>> takes_input(Point(("block_3", "ln_1"), "LayerNorm")), takes_input(Point(("block_3", "mlp"), "MLP"))
+        (True, False)
+    """
+    role = _role(point)
+    return role == "expert_output" or (role == "norm" and _LAYER_NORM.fullmatch(point.class_name) is not None)
+
+
+def _role(point: Point) -> str:
     names = [re.sub(r"_?\d+\Z", "", element) for element in point.path if not element.isdecimal()]
     last, above = (names or [""])[-1], names[-2] if len(names) > 1 else ""
     if _INSIDE_ATTENTION.fullmatch(above) and _OUT.fullmatch(last):

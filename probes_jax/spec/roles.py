@@ -10,6 +10,7 @@ ROLES = (
     "attention_output",
     "feed_forward",
     "router",
+    "expert_input",
     "expert_output",
     "residual",
     "norm",

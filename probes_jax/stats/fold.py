@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -24,6 +25,7 @@ from probes_jax.stats.partial import Partial
 
 Values = dict[str, jax.Array]
 
+_TINY = 2**13  # elements of a part; up to this, one reduction of many operands is as fast, and compiles faster
 _SMALL = 2**16  # elements of a part; below this the plain form is as good
 _BLOCK = 2**12  # elements of an accumulator: eight of them stay in a first or second level cache
 _LARGEST_BLOCK = 2**17  # what is still accepted for a last axis that cannot be split
@@ -76,8 +78,27 @@ def _plain(part: Partial, folds: Mapping[str, Fold]) -> Values:
         How.COUNT: lambda y: jnp.sum(y.astype(jnp.float32), axis=part.inner) if few else count_true(y, part.inner),
         How.MAX: lambda y: jnp.max(y, axis=part.inner, initial=-jnp.inf),
     }
+    if 0 < part.part_size <= _TINY and part.inner:
+        return _encode_counts(_together(part, folds), folds)
     found = {name: reduce[f.how](f.map(x)) for name, f in folds.items()}
     return _encode_counts(found, folds) if few else found
+
+
+def _together(part: Partial, folds: Mapping[str, Fold]) -> Values:
+    """All statistics by one reduction with an operand for each."""
+    x = part.array.astype(jnp.float32)
+    starts = {How.SUM: 0.0, How.COUNT: 0.0, How.MAX: -jnp.inf}
+    found = jax.lax.reduce(
+        {name: f.map(x).astype(jnp.float32) for name, f in folds.items()},
+        {name: jnp.float32(starts[f.how]) for name, f in folds.items()},
+        lambda a, b: _join(folds, a, b),
+        part.inner,
+    )
+    return dict(found)
+
+
+def _join(folds: Mapping[str, Fold], a: Values, b: Values) -> Values:
+    return {n: jnp.maximum(a[n], b[n]) if f.how is How.MAX else a[n] + b[n] for n, f in folds.items()}
 
 
 def _encode_counts(found: Values, folds: Mapping[str, Fold]) -> Values:
@@ -125,10 +146,7 @@ def _loop(part: Partial, folds: Mapping[str, Fold], steps: int, block: tuple[int
         here = jax.lax.dynamic_index_in_dim(x, index, axis=rows, keepdims=False).astype(jnp.float32)
         return {name: f.map(here).astype(jnp.float32) for name, f in folds.items()}
 
-    def join(a: Values, b: Values) -> Values:
-        return {n: jnp.maximum(a[n], b[n]) if f.how is How.MAX else a[n] + b[n] for n, f in folds.items()}
-
-    found = _accumulate(read, join, steps)
+    found = _accumulate(read, functools.partial(_join, folds), steps)
     axes = tuple(range(rows, rows + len(block)))
     finish = {
         How.SUM: lambda y: jnp.sum(y, axis=axes),

@@ -125,11 +125,6 @@ def update_loss_scale(settings: LossScale | None, state: LossScaleState, finite:
     )
 
 
-def scale_loss(loss: jax.Array, scale: jax.Array) -> jax.Array:
-    """Loss * scale in float32 or wider, whatever the dtype of the loss: in float16 the product would overflow."""
-    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale
-
-
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Divides every leaf by the loss scale, in float32 or wider; each leaf keeps its dtype.
 

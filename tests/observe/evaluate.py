@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from probes_jax.observe.binding import Captured, slots_like
+from probes_jax.observe.point import INPUT
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.wrap import wrap
 from probes_jax.spec.summary import decode_count
@@ -24,6 +25,7 @@ class Evaluation:
     outputs: list
     captured: Captured  # of the trace: names, reasons; its arrays are tracers
     rows: dict[str, dict[str, float]]  # label -> statistics
+    inputs: dict[str, dict[str, float]]  # the same of what modules are given
     backward: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # the same of gradients
 
 
@@ -49,13 +51,16 @@ def evaluate(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=ja
     step, traces = make_step(binding, loss_fn, measure)
     (loss, (values, state, outputs)), grads = jax.device_get(jit(step)(parts.params, parts.state, batch, KEY))
     rows = rows_of(traces[-1].points, values)
-    return Evaluation(loss, grads, state, outputs, traces[-1], rows)
+    inputs = rows_of(traces[-1].points, values, inputs=True)
+    return Evaluation(loss, grads, state, outputs, traces[-1], rows, inputs)
 
 
-def rows_of(points, summaries):
-    """Statistics by label, one row per layer."""
+def rows_of(points, summaries, inputs=False):
+    """Statistics by label, one row per layer; of what modules return, or of what they are given."""
     rows = {}
     for point, summary in zip(points, summaries, strict=True):
+        if (point.method == INPUT) is not inputs:
+            continue
         labels = point.labels(summary.stack_shape())
         for row, label in enumerate(labels):
             leaves = {
@@ -123,32 +128,44 @@ def observed_and_plain(module, loss_fn, batch):
     return observed, binding, parts
 
 
-def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit):
+def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit, inputs=False):
     """Loss and parameter gradients of a run with taps, and the statistics of backward gradients by label."""
-    tapped = evaluate_tapped(binding, loss_fn, batch, parts, measure, jit)
-    return tapped.loss, tapped.grads, tapped.backward
+    step, found = _tapped_step(binding, loss_fn, batch, parts, measure)
+
+    def backward(params):
+        loss, grads, summaries, _ = step(params)
+        return loss, grads, summaries
+
+    loss, grads, summaries = jax.device_get(jit(backward)(parts.params))
+    return loss, grads, rows_of(found["backward"], summaries, inputs)
 
 
 def evaluate_tapped(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit) -> Evaluation:
     """An evaluation with taps: forward and backward statistics from one program."""
-    captured, found_points = [], []
+    step, found = _tapped_step(binding, loss_fn, batch, parts, measure)
+    loss, grads, summaries, (values, state, outputs) = jax.device_get(jit(step)(parts.params))
+    captured = found["captured"]
+    given, taken = (rows_of(captured.points, values, inputs=which) for which in (True, False))
+    return Evaluation(loss, grads, state, outputs, captured, taken, given, rows_of(found["backward"], summaries))
+
+
+def _tapped_step(binding, loss_fn, batch, parts, measure):
+    """A jittable function of parameters, and what its last trace captured: points, and points of gradients."""
+    found = {}
 
     def objective(params, taps):
         rngs = Rngs(KEY)
         bound = binding.bind(params, parts.state, rngs=rngs, measure=measure, taps=taps)
         loss = loss_fn(bound, batch, rngs)
-        captured.append(bound.finish())
-        last = captured[-1]
-        return loss, (last.raw, list(last.points.values()), last.state, last.outputs)
+        captured = found["captured"] = bound.finish()
+        return loss, (captured.raw, (list(captured.points.values()), captured.state, captured.outputs))
 
     def step(params):
-        _, (raw, *_) = jax.eval_shape(objective, params, None)
-        objective_and_gradients = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (loss, (_, values, state, outputs)), (grads, found) = objective_and_gradients(params, slots_like(raw))
-        points = captured[-1].backward(found)
-        found_points[:] = points
-        return loss, grads, state, outputs, values, list(points.values())
+        _, (raw, _) = jax.eval_shape(objective, params, None)
+        differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        (loss, (_, forward)), (grads, gradients) = differentiated(params, slots_like(raw))
+        points = found["captured"].backward(gradients)
+        found["backward"] = tuple(points)
+        return loss, grads, list(points.values()), forward
 
-    loss, grads, state, outputs, values, found = jax.device_get(jit(step)(parts.params))
-    rows = rows_of(captured[-1].points, values)
-    return Evaluation(loss, grads, state, outputs, captured[-1], rows, rows_of(found_points, found))
+    return step, found

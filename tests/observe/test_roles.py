@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from probes_jax.observe.point import Point
-from probes_jax.observe.roles import role_of
+from probes_jax.observe.point import INPUT, Point
+from probes_jax.observe.roles import role_of, takes_input
 from probes_jax.spec.roles import ROLES
 
 CASES = [
@@ -61,3 +61,23 @@ def test_the_caller_s_map_goes_first_and_its_first_pair_wins():
 def test_a_word_inside_a_name_is_no_role():
     assert role_of(Point(("keyboard",), "Dense")) == "other"
     assert role_of(Point(("block_0", "Dense_1"), "Dense")) == "other"
+
+
+@pytest.mark.parametrize(
+    ("path", "class_name", "role"),
+    [
+        ("block_0/ln_2", "LayerNorm", "residual"),
+        ("model/layers/3/input_layernorm", "FlaxLlamaRMSNorm", "residual"),
+        ("encoder/layer/0/output/LayerNorm", "LayerNorm", "residual"),
+        ("block_0/experts", "Experts", "expert_input"),
+        ("block_0/attn/query_ln", "LayerNorm", None),
+        ("stem/bn", "BatchNorm", None),
+        ("block_0/mlp", "MLP", None),
+    ],
+)
+def test_what_is_read_at_the_input(path, class_name, role):
+    module = tuple(path.split("/"))
+    assert takes_input(Point(module, class_name)) is (role is not None)
+    if role:
+        assert role_of(Point(module, class_name, INPUT)) == role
+        assert role in ROLES

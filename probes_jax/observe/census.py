@@ -19,8 +19,8 @@ LOST = (
     "lifted transform (nn.scan, nn.remat, nnx.remat)"
 )
 NEVER_CALLED = (
-    "never called (no public method of it ran in the traced step): observe what it computes with pj.observe(name, x), "
-    "under the module's own name"
+    "never called: the loss reads the module's parameters without calling it, or does not use it at all; call the "
+    "module, or name the value where it is made with pj.observe"
 )
 
 
@@ -63,11 +63,7 @@ class Result:
 
 
 def settle(
-    visits: Sequence[Visit],
-    returned: Iterable[Returned],
-    params: Iterable[Path],
-    stacks: Iterable[Path],
-    uncalled: Iterable[Path] = (),
+    visits: Sequence[Visit], returned: Iterable[Returned], params: Iterable[Path], stacks: Iterable[Path]
 ) -> Result:
     """Matches the calls seen with the records that came back.
 
@@ -77,15 +73,13 @@ def settle(
             traced once and used twice returns more records than calls were seen.
         params: Parameter paths; they have the first word in naming.
         stacks: Scanned parameter subtrees.
-        uncalled: Modules that hold parameters and that no call was seen of.
     """
-    uncalled = tuple(uncalled)
     records: dict[tuple[Key, str], collections.deque[Record]] = {}
     for path, place, record in returned:
         key = ((*path, *record.below), record.class_name, record.method)
         records.setdefault((key, place), collections.deque()).append(record.merged())
     layers = {key[0][:at] for (key, _), found in records.items() for record in found for at in record.layers}
-    paths = [*(visit.path for visit in visits), *(key[0] for key, _ in records), *uncalled]
+    paths = [visit.path for visit in visits] + [key[0] for key, _ in records]
     namer = _Namer(Names(params, {*stacks, *layers}, also=paths))
     result = Result()
     calls: collections.Counter[Key] = collections.Counter()
@@ -105,10 +99,6 @@ def settle(
             else:
                 result.points[point] = summary
         calls[key] += 1
-    for path in uncalled:
-        point = namer.name(Point(path, ""), ())
-        result.seen.append(point)
-        result.missing[point] = NEVER_CALLED
     return result
 
 

@@ -257,13 +257,13 @@ class LinenBound(Bound):
             return Captured({}, self._state, self._outputs, (), {}, {})
         leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self._params)}
         stacks = _stacks(self._recorder.stacks, leaves)
-        visits = self._recorder.visits
+        visits = [*self._recorder.visits, *self._recorder.uncalled(leaves)]
 
         def backward(gradient: Any) -> dict[Point, Summary]:
             found = [item for run in gradient for item in records_in(jax.tree.map(lambda x: x, run))]
             return settle(visits, found, leaves, stacks).points
 
-        result = settle(visits, self._recorder.returned, leaves, stacks, self._recorder.uncalled(leaves))
+        result = settle(visits, self._recorder.returned, leaves, stacks)
         missing = {**result.missing, **(_without_backward(result.points) if self._taps else {})}
         seen = tuple(result.seen)
         return Captured(result.points, self._state, self._outputs, seen, missing, stacks, tuple(self._raw), backward)

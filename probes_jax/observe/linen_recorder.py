@@ -14,7 +14,7 @@ from flax.core import tracers
 
 from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
-from probes_jax.observe.census import Returned, Visit, find_uncalled
+from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
@@ -159,12 +159,13 @@ class LinenRecorder:
             found = jax.tree_util.tree_leaves_with_path(root._variables.get("params", {}))
             self._lent |= {(*root.path, *path_of(keys)) for keys, leaf in found if id(leaf) in given}
 
-    def uncalled(self, params: Iterable[Path]) -> list[Path]:
-        """Modules that hold parameters and whose calls the trace never saw."""
+    def uncalled(self, params: Iterable[Path]) -> list[Visit]:
+        """Modules that hold parameters and whose calls the trace never saw, as calls without a value."""
         points = [visit.path for visit in self.visits]
         points += [(*path, *record.below) for path, _, record in self.returned]
         used = [path for path in params if path not in self._lent]
-        return find_uncalled(used, {*self._called, *points}, self._variables, self._ran)
+        found = find_uncalled(used, {*self._called, *points}, self._variables, self._ran)
+        return [Visit(path, "", "__call__", {"": ()}, NEVER_CALLED) for path in found]
 
     def _restart(self) -> None:
         """A transform that enters its body traces it anew: what an earlier trace saw does not count."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from probes_jax.observe.names import Names, Path
 from probes_jax.observe.point import Point, point_name
@@ -103,6 +103,30 @@ def settle(
                 result.points[point] = summary
         calls[key] += 1
     return result
+
+
+def find_uncalled(
+    params: Iterable[Path], called: Iterable[Path], variables: Set[Path], entered: Set[Path]
+) -> list[Path]:
+    """The outermost modules that hold parameters and that no call was seen of.
+
+    Args:
+        params: Paths of parameters.
+        called: Paths of modules that were called.
+        variables: Paths known to be parameters, also those that are trees and look like modules.
+        entered: Paths of modules that ran. What is below another one says nothing: a compiled block runs once for all.
+    """
+    called = set(called)
+    reached = {path[:depth] for path in called for depth in range(len(path) + 1)}
+    found: dict[Path, None] = {}
+    for leaf in params:
+        names = range(1, len(leaf) + 1)
+        depth = next(depth for depth in names if depth == len(leaf) or leaf[:depth] in variables)
+        holder = leaf[: depth - 1]
+        outermost = next((leaf[:d] for d in range(1, depth) if leaf[:d] not in reached), holder)
+        if outermost and outermost not in called and outermost[:-1] in entered:
+            found[outermost] = None
+    return list(found)
 
 
 def _pair(

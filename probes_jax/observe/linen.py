@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 from flax import core
 from flax.core import meta, tracers, unfreeze
-from flax.core.scope import DenyList, in_filter, union_filters
+from flax.core.scope import DenyList, in_filter, subtract_filters, union_filters
 from flax.linen import module as linen_module
 
 from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
 from probes_jax.observe.census import settle
-from probes_jax.observe.linen_recorder import FLAG, OUTSIDE, LinenRecorder, records_in
+from probes_jax.observe.linen_lift import FORWARD_ONLY
+from probes_jax.observe.linen_places import path_of, records_in
+from probes_jax.observe.linen_recorder import FLAG, NO_BACKWARD, OUTSIDE, LinenRecorder
 from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
 
+PREFIX = f"{FLAG}_"  # how the names of our collections begin
 NOT_STATE = ("intermediates", "perturbations")  # outputs of one call, never carried from step to step
 _numbers = itertools.count()
 
@@ -60,7 +64,7 @@ class LinenBinding(Binding):
         if variables is None:
             boxed = self._initialize(loss_fn, batch, key)
         else:
-            boxed = self._given(loss_fn, batch, key, variables)
+            boxed = self._given(loss_fn, batch, key, _without_ours(variables))
         self._specs = _parts(specs_of(boxed))
         return _parts(meta.unbox(boxed))
 
@@ -102,7 +106,7 @@ class LinenBinding(Binding):
         taps: Any = None,
     ) -> LinenBound:
         """See `Binding.bind`."""
-        recorder = None if measure is None else LinenRecorder(f"{FLAG}_{next(_numbers)}", measure)
+        recorder = None if measure is None else LinenRecorder(f"{PREFIX}{next(_numbers)}", measure)
         return LinenBound(self, params, state, rngs, recorder, taps)
 
     def module(self, params: Any, state: Any, *, copy: bool = True) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class LinenBound(Bound):
     ) -> None:
         self._binding = binding
         self._params = params
-        self._state = dict(state)
+        self._state = _without_ours(state)
         self._rngs = rngs
         self._recorder = recorder
         self._taps = taps or ()  # slots of each run
@@ -223,7 +227,9 @@ class LinenBound(Bound):
     def _mutable(self, wanted: Any, recorder: LinenRecorder | None, within: bool) -> Any:
         """Carried collections are mutable where their new values can be kept, ours exactly while it observes."""
         kept = list(self._state) if within else []
-        return union_filters(wanted, kept + ([recorder.collection] if recorder else []))
+        if recorder is None:
+            return union_filters(wanted, kept)
+        return subtract_filters(union_filters(wanted, [*kept, recorder.collection]), recorder.slots)
 
     def _flags(self, recorder: LinenRecorder | None) -> dict[str, Any]:
         return {} if recorder is None else {FLAG: recorder.collection}
@@ -249,19 +255,18 @@ class LinenBound(Bound):
         self._finished = True
         if self._recorder is None:
             return Captured({}, self._state, self._outputs, (), {}, {})
-        leaves = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self._params)}
+        leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self._params)}
         stacks = _stacks(self._recorder.stacks, leaves)
-        visits = self._recorder.visits
+        visits = [*self._recorder.visits, *self._recorder.uncalled(leaves)]
 
         def backward(gradient: Any) -> dict[Point, Summary]:
             found = [item for run in gradient for item in records_in(jax.tree.map(lambda x: x, run))]
             return settle(visits, found, leaves, stacks).points
 
         result = settle(visits, self._recorder.returned, leaves, stacks)
+        missing = {**result.missing, **(_without_backward(result.points) if self._taps else {})}
         seen = tuple(result.seen)
-        return Captured(
-            result.points, self._state, self._outputs, seen, result.missing, stacks, tuple(self._raw), backward
-        )
+        return Captured(result.points, self._state, self._outputs, seen, missing, stacks, tuple(self._raw), backward)
 
 
 class _Initializing(LinenBound):
@@ -290,19 +295,32 @@ class _Initializing(LinenBound):
         self.made = {name: value for name, value in mutated.items() if name not in NOT_STATE}
 
 
+def _without_backward(points: Iterable[Point]) -> dict[Point, str]:
+    """Points whose gradient of the loss cannot be seen, named after the gradient."""
+    inside = {point: [t for t in point.through if t.removeprefix("nn.") in FORWARD_ONLY] for point in points}
+    return {
+        dataclasses.replace(point, name=f"grad_act/{point}"): NO_BACKWARD.format(found[-1])
+        for point, found in inside.items()
+        if found
+    }
+
+
 def _follows(value: Any) -> bool:
     """Whether a value is a module, a method of one, or a container of modules."""
     leaves = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nn.Module))
     return any(isinstance(leaf, nn.Module) or isinstance(getattr(leaf, "__self__", None), nn.Module) for leaf in leaves)
 
 
+def _without_ours(variables: Any) -> Any:
+    """Collections without one of ours that a caller carried along."""
+    if not isinstance(variables, Mapping):
+        return variables
+    return {name: value for name, value in variables.items() if not name.startswith(PREFIX)}
+
+
 def _parts(variables: Mapping[str, Any]) -> ModelParts:
     state = {name: value for name, value in variables.items() if name != "params"}
     return ModelParts(variables["params"], state)
-
-
-def _path(keys: Any) -> Path:
-    return tuple(str(getattr(key, "key", key)) for key in keys)
 
 
 def _stacks(lifted: Mapping[tuple[str | None, ...], int], leaves: Mapping[Path, Any]) -> dict[Path, tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Lifted linen transforms carry what is observed in their bodies.
 
 `flax.core.lift` builds every lifted transform from two functions, `pack` and `_split_in_out_axes`. While a model is
-traced under observation, both are wrapped, so that our collection leaves `scan`, `vmap` and `remat` as one more
+traced under observation, both are wrapped, so that our collection leaves `scan`, `vmap`, `remat` and others as one more
 output. They are looked up when a transform is applied, not when it is defined: a class made by `nn.scan` at import
 time is reached too. Nothing else changes: no name, no random key, no argument.
 """
@@ -20,9 +20,11 @@ from flax.core.scope import Scope, in_filter, subtract_filters, union_filters
 from probes_jax.observe.patch import patched
 
 PER_LAYER = ("scan", "vmap")
-CARRIED = (*PER_LAYER, "remat")
-# Branches and derivatives must return the same structure whichever way they run; nothing is observed inside.
-REFUSED = ("cond", "switch", "while_loop", "custom_vjp", "map_variables", "vjp", "jvp", "value_and_grad")
+# A derivative inside the model has its own backward pass: what the loss sends back does not come by.
+FORWARD_ONLY = ("vjp", "jvp", "value_and_grad")
+CARRIED = (*PER_LAYER, "remat", "map_variables", *FORWARD_ONLY)
+# Branches, loops and rules of derivation return the same structure whichever way they run: nothing is observed inside.
+REFUSED = ("cond", "switch", "while_loop", "custom_vjp")
 
 
 class Carrier(Protocol):
@@ -54,7 +56,7 @@ def carrying(carrier: Carrier) -> Iterator[None]:
     previous = _active.carriers
     _active.carriers = (*previous, carrier)
     try:
-        with patched([(lift, "pack", _make_pack), (lift, "_split_in_out_axes", _make_split)]):
+        with patched([(lift, name, make) for name, make in _MAKERS.items()]):
             yield
     finally:
         _active.carriers = previous
@@ -70,6 +72,27 @@ def _make_split(original: Callable[..., Any]) -> Callable[..., Any]:
         return in_axes, out_axes
 
     return split_in_out_axes
+
+
+def _make_is_filter_empty(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_filter_empty(filter_like: Any) -> bool:
+        """`map_variables(init=True)` runs its function twice where anything is mutable: ours does not count."""
+        for carrier in _active.carriers:
+            filter_like = subtract_filters(filter_like, carrier.collection)
+        return original(filter_like)
+
+    return is_filter_empty
+
+
+def _make_subtract_filters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def subtract(a: Any, b: Any) -> Any:
+        """`map_variables` makes what it maps immutable, by default all collections: ours is not mapped."""
+        ours = [c.collection for c in _active.carriers if in_filter(a, c.collection)]
+        return union_filters(original(a, b), ours) if ours else original(a, b)
+
+    return subtract
 
 
 def _make_pack(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,23 +131,32 @@ def _params_axis(ins: list[Any], groups_from: int) -> int | None:
 
 
 def _set_filters(name: str, carrier: Carrier, ins: list[Any], outs: list[Any]) -> None:
-    """Lets slots into the transform and records out of it (`CARRIED`), or neither (`REFUSED`)."""
+    """Lets slots into the transform and records out of it, or neither (`REFUSED`)."""
 
     def without(filters: list[Any]) -> list[Any]:
         for ours in (carrier.collection, carrier.slots):
             filters = [subtract_filters(f, ours) if in_filter(f, ours) else f for f in filters]
         return filters
 
-    if name == "remat":
-        ins[:] = [union_filters(ins[0], carrier.slots), *ins[1:]]
-        outs[:] = [union_filters(outs[0], carrier.collection), *outs[1:]]
-    elif name == "scan":  # neither a broadcast nor a carry: its axis was added where axes are split
+    if name == "scan":  # neither a broadcast nor a carry: its axis was added where axes are split
         ins[:2], outs[:2] = without(ins[:2]), without(outs[:2])
-    elif name in REFUSED:
+    elif name != "vmap":
         ins[:], outs[:] = without(ins), without(outs)
+    if name in ("remat", "map_variables"):
+        ins[-1] = union_filters(ins[-1], carrier.slots)
+    if name in ("remat", "map_variables", *FORWARD_ONLY):
+        outs[-1] = union_filters(outs[-1], carrier.collection)
 
 
 def _scopes(scope_tree: Any) -> list[Any]:
     if isinstance(scope_tree, Scope):
         return [scope_tree]
     return [scope for scope in scope_tree if isinstance(scope, Scope)]
+
+
+_MAKERS = {
+    "pack": _make_pack,
+    "_split_in_out_axes": _make_split,
+    "is_filter_empty": _make_is_filter_empty,
+    "subtract_filters": _make_subtract_filters,
+}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flax.linen as nn
-from flax.core import tracers, unfreeze
+import jax
+from flax.core import tracers
 
 from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
-from probes_jax.observe.census import Returned, Visit
+from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
+from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.point import INPUT, Point
@@ -21,10 +23,6 @@ from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
-_RECORDS = "="  # how the variables that hold a module's records begin; no module can have such a name
-
-Places = dict[tuple[Path, str], tuple[Record, ...]]  # module path and variable to records
-
 RAW = (
     "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan, jax.shard_map); use "
     "nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes out of the transform"
@@ -35,6 +33,10 @@ OUTSIDE = (
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
     "module out of it"
+)
+NO_BACKWARD = (
+    "inside {0}, whose backward pass is its own; for the gradient of the loss observe what {0} returns: "
+    "pj.observe(name, x)"
 )
 
 
@@ -87,6 +89,10 @@ class LinenRecorder:
         self.returned: list[Returned] = []
         self.stacks: dict[tuple[str | None, ...], int] = {}
         self.blocked: str | None = None  # why nothing at all can be recorded
+        self._ran: set[Path] = set()  # modules
+        self._called: set[Path] = set()  # those of them that ran a method of the kind that is observed
+        self._variables: set[Path] = set()  # parameters
+        self._lent: set[Path] = set()  # parameters that a nested `apply` was given
         self._measure = measure
         self._frames: list[_Call | _Lift] = []  # innermost last; the first is the root
         self._entered = 0  # transforms entered outside of any other
@@ -118,6 +124,7 @@ class LinenRecorder:
             output = call(*self._with_input(frame, args), **kwargs)
         finally:
             self._frames.pop()
+        self._note(frame)
         return self._observe(frame, output, type(frame.module).__name__, frame.method) if frame.observed else output
 
     def _with_input(self, frame: _Call, args: Any) -> Any:
@@ -132,6 +139,33 @@ class LinenRecorder:
         if frame.scope.flags.get("initializing", False):
             return value
         return self._observe(frame, value, CLASS, "__call__", path)
+
+    def _note(self, frame: _Call) -> None:
+        """Which modules ran, which were called, and which of their names are parameters."""
+        if not frame.own:
+            self._lend(frame)
+            return
+        self._ran.add(frame.path)
+        self._variables |= {
+            (*frame.path, name) for name, kinds in frame.scope.reservations.items() if "params" in kinds
+        }
+        if frame.observed:
+            self._called.add(frame.path)
+
+    def _lend(self, frame: _Call) -> None:
+        """The parameters that a nested `apply` was given are used by what runs there."""
+        given = {id(leaf) for leaf in jax.tree.leaves(frame.scope.root._variables.get("params", {}))}
+        for root in {id(f.scope.root): f.scope.root for f in self._frames if isinstance(f, _Call) and f.own}.values():
+            found = jax.tree_util.tree_leaves_with_path(root._variables.get("params", {}))
+            self._lent |= {(*root.path, *path_of(keys)) for keys, leaf in found if id(leaf) in given}
+
+    def uncalled(self, params: Iterable[Path]) -> list[Visit]:
+        """Modules that hold parameters and whose calls the trace never saw, as calls without a value."""
+        points = [visit.path for visit in self.visits]
+        points += [(*path, *record.below) for path, _, record in self.returned]
+        used = [path for path in params if path not in self._lent]
+        found = find_uncalled(used, {*self._called, *points}, self._variables, self._ran)
+        return [Visit(path, "", "__call__", {"": ()}, NEVER_CALLED) for path in found]
 
     def _restart(self) -> None:
         """A transform that enters its body traces it anew: what an earlier trace saw does not count."""
@@ -184,7 +218,7 @@ class LinenRecorder:
         Records of one transform have axes that others do not have, and so have the slots of their taps.
         """
         lift = self._innermost()
-        return lift.variable if lift else _RECORDS
+        return lift.variable if lift else RECORDS
 
     def _innermost(self) -> _Lift | None:
         carried = (f for f in reversed(self._frames) if isinstance(f, _Lift) and f.name in linen_lift.CARRIED)
@@ -207,7 +241,11 @@ class LinenRecorder:
             return self.blocked
         refused = [f.name for f in self._frames if isinstance(f, _Lift) and f.name in linen_lift.REFUSED]
         if refused:
-            return f"inside nn.{refused[-1]}, which is not observed; move the module out of nn.{refused[-1]}"
+            name = f"nn.{refused[-1]}"
+            return (
+                f"inside {name}, which is not observed; move the module out of {name}, or observe what {name} returns: "
+                "pj.observe(name, x)"
+            )
         if not owner.scope.is_mutable_collection(self.collection):
             return NOT_CARRIED
         if owner.scope.trace_level != tracers.current_trace():
@@ -232,12 +270,12 @@ class LinenRecorder:
         frame = _Lift(name, paths, caller if caller in paths else None, axis, len(self.visits), self._enter(name))
         roots = list({id(scope.root): scope.root for scope in scopes}.values())
         roots = roots if name in linen_lift.CARRIED else []
-        before = [_take(root._variables.get(self.collection, {})) for root in roots]
+        before = [take(root._variables.get(self.collection, {})) for root in roots]
         slots = [scope._collection(self.slots) for scope in scopes] if roots else []
         self._frames.append(frame)
         try:
             for scope, there in zip(scopes, slots):
-                scope._variables[self.slots] = _of_transform(there, frame.variable)
+                scope._variables[self.slots] = of_transform(there, frame.variable)
             yield
         finally:
             self._frames.pop()
@@ -251,17 +289,17 @@ class LinenRecorder:
     def _enter(self, name: str) -> str:
         """The variable of a transform that is entered: numbered in the order of the trace, so the same every time."""
         if name not in linen_lift.CARRIED:
-            return _RECORDS
+            return RECORDS
         outer = self._innermost()
         if outer is None:
             self._entered += 1
-            return f"{_RECORDS}{self._entered}"
+            return f"{RECORDS}{self._entered}"
         outer.inner += 1
         return f"{outer.variable}.{outer.inner}"
 
     def _merge(self, root: Any, earlier: Places, frame: _Lift) -> None:
         """Puts the records of one transform behind those that were there before it."""
-        later = _take(root._variables.get(self.collection, {}))
+        later = take(root._variables.get(self.collection, {}))
         together = {
             place: (
                 *earlier.get(place, ()),
@@ -270,7 +308,7 @@ class LinenRecorder:
             for place in {**earlier, **later}
         }
         if together:
-            _put(root._mutable_collection(self.collection), together)
+            put(root._mutable_collection(self.collection), together)
 
     def _after(self, frame: _Lift, path: Path, record: Record) -> Record:
         if frame.name not in linen_lift.PER_LAYER:
@@ -284,40 +322,6 @@ class LinenRecorder:
 
 def _is_method(cls: type, name: str, function: Any) -> bool:
     """Whether `function` is a method of `cls`, and not a function that a transform runs in its place."""
+    found = [base.__dict__[name] for base in cls.__mro__ if name in base.__dict__]
     target = inspect.unwrap(function)
-    return any(inspect.unwrap(base.__dict__[name]) is target for base in cls.__mro__ if name in base.__dict__)
-
-
-def records_in(tree: Any) -> list[Returned]:
-    """The records in our collection as a model returned it, those of one module and place in call order."""
-    return [(*place, record) for place, records in _take(unfreeze(tree)).items() for record in records]
-
-
-def _take(tree: Any, path: Path = ()) -> Places:
-    """Removes all records from a tree of variables, leaving its dictionaries as they are."""
-    found: Places = {}
-    if isinstance(tree, dict):
-        found |= {(path, name): tree.pop(name) for name in list(tree) if name.startswith(_RECORDS)}
-        for name, child in tree.items():
-            found |= _take(child, (*path, name))
-    return found
-
-
-def _of_transform(slots: Any, variable: str) -> dict[str, Any]:
-    """The slots of one transform and of those inside it: only they have its axes."""
-    kept = {}
-    for name, value in slots.items():
-        if not name.startswith(_RECORDS):
-            kept[name] = _of_transform(value, variable)
-        elif name == variable or name.startswith(f"{variable}."):
-            kept[name] = value
-    return kept
-
-
-def _put(tree: Any, places: Places) -> None:
-    """Puts records where `_take` found them."""
-    for (path, name), records in places.items():
-        node = tree
-        for element in path:
-            node = node.setdefault(element, {})
-        node[name] = records
+    return any(inspect.unwrap(method) is target for method in found if not isinstance(method, staticmethod))

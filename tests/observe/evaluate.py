@@ -26,6 +26,7 @@ class Evaluation:
     captured: Captured  # of the trace: names, reasons; its arrays are tracers
     rows: dict[str, dict[str, float]]  # label -> statistics
     inputs: dict[str, dict[str, float]]  # the same of what modules are given
+    backward: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # the same of gradients
 
 
 def make_step(binding, loss_fn, measure=summarize_magnitude):
@@ -129,24 +130,42 @@ def observed_and_plain(module, loss_fn, batch):
 
 def backward_rows(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit, inputs=False):
     """Loss and parameter gradients of a run with taps, and the statistics of backward gradients by label."""
-    captured = []
+    step, found = _tapped_step(binding, loss_fn, batch, parts, measure)
+
+    def backward(params):
+        loss, grads, summaries, _ = step(params)
+        return loss, grads, summaries
+
+    loss, grads, summaries = jax.device_get(jit(backward)(parts.params))
+    return loss, grads, rows_of(found["backward"], summaries, inputs)
+
+
+def evaluate_tapped(binding, loss_fn, batch, parts, measure=summarize_magnitude, jit=jax.jit) -> Evaluation:
+    """An evaluation with taps: forward and backward statistics from one program."""
+    step, found = _tapped_step(binding, loss_fn, batch, parts, measure)
+    loss, grads, summaries, (values, state, outputs) = jax.device_get(jit(step)(parts.params))
+    captured = found["captured"]
+    given, taken = (rows_of(captured.points, values, inputs=which) for which in (True, False))
+    return Evaluation(loss, grads, state, outputs, captured, taken, given, rows_of(found["backward"], summaries))
+
+
+def _tapped_step(binding, loss_fn, batch, parts, measure):
+    """A jittable function of parameters, and what its last trace captured: points, and points of gradients."""
+    found = {}
 
     def objective(params, taps):
         rngs = Rngs(KEY)
         bound = binding.bind(params, parts.state, rngs=rngs, measure=measure, taps=taps)
         loss = loss_fn(bound, batch, rngs)
-        captured.append(bound.finish())
-        return loss, captured[-1].raw
+        captured = found["captured"] = bound.finish()
+        return loss, (captured.raw, (list(captured.points.values()), captured.state, captured.outputs))
 
     def step(params):
-        _, raw = jax.eval_shape(objective, params, None)
-        (loss, _), (grads, found) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, slots_like(raw))
-        return loss, grads, captured[-1].backward(found)
+        _, (raw, _) = jax.eval_shape(objective, params, None)
+        differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        (loss, (_, forward)), (grads, gradients) = differentiated(params, slots_like(raw))
+        points = found["captured"].backward(gradients)
+        found["backward"] = tuple(points)
+        return loss, grads, list(points.values()), forward
 
-    def values(params):
-        loss, grads, points = step(params)
-        captured.append(tuple(points))
-        return loss, grads, list(points.values())
-
-    loss, grads, summaries = jax.device_get(jit(values)(parts.params))
-    return loss, grads, rows_of(captured[-1], summaries, inputs)
+    return step, found

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from probes_jax.observe.rngs import Rngs
-from tests.observe.evaluate import KEY, observed_and_plain
+from tests.observe.evaluate import (
+    KEY,
+    assert_rows,
+    backward_rows,
+    make_step,
+    observed_and_plain,
+)
 
 TOKENS = jnp.arange(6).reshape(2, 3)
 
@@ -54,6 +63,117 @@ def capture(module, variables, *args, method=None, mutable=(), name=lambda path:
 
     walk(kept["intermediates"], ())
     return output, arrays
+
+
+def squares(model, batch, rngs):
+    """A loss: the sum of the squares of all that the model returns."""
+    return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(model(*batch)))
+
+
+def bracketed(path):
+    """The library's name of a numbered path: `layers_0/mlp` is `layers[0]/mlp`."""
+    return re.sub(r"_(\d+)(?=/|\Z)", r"[\1]", "/".join(path)) or "output"
+
+
+def values_and_gradients(module, variables, batch, name, merge):
+    """Every float leaf that a public method returns, and the gradient of the loss at it, by name.
+
+    The gradient is that of zeros added to each of them. Calls to which `merge` gives one name are one long array.
+    """
+    streams = Rngs(KEY).streams(("params", "dropout"))
+
+    def run(zeros):
+        values, calls = {}, collections.Counter()
+
+        def intercept(call, args, kwargs, context):
+            output, method = call(*args, **kwargs), context.method_name
+            if not is_public(context.module, method):
+                return output
+            text = name(context.module.path) + ("" if method == "__call__" else f".{method}")
+            calls[text] += 1
+            text += f"#{calls[text] - 1}" if calls[text] > 1 else ""
+            leaves, structure = jax.tree_util.tree_flatten_with_path(output)
+            floats = [i for i, (_, leaf) in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+            shifted = [leaf for _, leaf in leaves]
+            for i in floats:
+                keys = ".".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in leaves[i][0])
+                label = text if len(floats) == 1 else f"{text}:{keys}"
+                assert label not in values
+                shifted[i] = shifted[i] + zeros[label] if zeros else shifted[i]
+                values[label] = shifted[i]
+            return jax.tree.unflatten(structure, shifted)
+
+        def model(*args):
+            with nn.intercept_methods(intercept):
+                kept = [collection for collection in variables if collection != "params"]
+                return module.apply(variables, *args, rngs=streams, mutable=kept)[0]
+
+        return squares(model, batch, None), values
+
+    def both():
+        _, shapes = jax.eval_shape(lambda: run(None))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.value_and_grad(run, has_aux=True)(zeros)
+
+    (_, values), gradients = jax.device_get(jax.jit(both)())
+    result = ({}, {})
+    for arrays, into in zip((values, gradients), result):
+        for label, array in arrays.items():
+            into.setdefault(merge(label), []).append(np.ravel(array))
+    return tuple({label: np.concatenate(parts) for label, parts in into.items()} for into in result)
+
+
+def own(module):
+    """The step of `make_step`, of a module that is not wrapped."""
+
+    def step(params, state, batch, key):
+        def objective(params):
+            kept = {}
+
+            def model(*args):
+                streams = Rngs(key).streams(("params", "dropout"))
+                output, kept["state"] = module.apply(
+                    {"params": params, **state}, *args, rngs=streams, mutable=list(state)
+                )
+                kept["output"] = output
+                return output
+
+            return squares(model, batch, None), ([], kept["state"], [kept["output"]])
+
+        return jax.value_and_grad(objective, has_aux=True)(params)
+
+    return step
+
+
+def program(step, parts, batch):
+    """The text of a traced step, without addresses in memory."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(parts.params, parts.state, batch, KEY)))
+
+
+def assert_twin(module, twin, batch, convert=lambda variables: variables, *, merge=lambda label: label, cut=()):
+    """A model with transforms has the points, values and gradients of its plain twin, and is not changed by it.
+
+    Args:
+        module: The model that is observed.
+        twin: The same computation without transforms, its layers numbered: `layers_0`.
+        batch: Arguments of both.
+        convert: From the variables of the model to those of the twin.
+        merge: From a label of the twin (`cell#3`) to the label of the row it is part of.
+        cut: Labels that the loss does not depend on: they have no gradient.
+    """
+    observed, binding, parts = observed_and_plain(module, squares, batch)
+    assert observed.captured.missing == {}
+    assert program(make_step(binding, squares, measure=None)[0], parts, batch) == program(own(module), parts, batch)
+    variables = convert({"params": parts.params, **parts.state})
+    values, gradients = values_and_gradients(twin, variables, batch, bracketed, merge)
+    assert_rows(observed.rows, values)
+    loss, grads, rows = backward_rows(binding, squares, batch, parts)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)  # a tap may move the last bits
+    jax.tree.map(close, (loss, grads), (observed.loss, observed.grads))
+    seen = {label: row for label, row in rows.items() if row["count"]}
+    assert set(rows) - set(seen) == set(cut)
+    assert_rows(seen, gradients, set(gradients) - set(cut))
+    return observed
 
 
 class Block(nn.Module):
@@ -105,11 +225,11 @@ def decoder_names(path):
     return text
 
 
-def unrolled(params, axis=0):
-    """Parameters of a scanned decoder as the unrolled one has them."""
+def unrolled(params, axis=0, name="blocks"):
+    """Parameters of a scanned stack as the unrolled model has them."""
     params = dict(params)
-    blocks = params.pop("blocks")
+    blocks = params.pop(name)
     depth = jax.tree.leaves(blocks)[0].shape[axis]
     for layer in range(depth):
-        params[f"blocks_{layer}"] = jax.tree.map(lambda x, layer=layer: jnp.take(x, layer, axis), blocks)
+        params[f"{name}_{layer}"] = jax.tree.map(lambda x, layer=layer: jnp.take(x, layer, axis), blocks)
     return params

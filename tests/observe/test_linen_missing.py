@@ -14,7 +14,15 @@ from flax.core import lift
 
 from probes_jax.observe.wrap import wrap
 from probes_jax.stats.moments import summarize_magnitude
-from tests.observe.evaluate import assert_same, evaluate, observed_and_plain, start
+from tests.observe.evaluate import (
+    assert_rows,
+    assert_same,
+    backward_rows,
+    evaluate,
+    evaluate_tapped,
+    observed_and_plain,
+    start,
+)
 
 X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 
@@ -62,18 +70,92 @@ def test_branches_are_named_and_the_rest_reports():
     assert "move the module out" in missing["layer#1"]
 
 
-class Derivative(nn.Module):
+class Unseen(nn.Module):
+    """A layer used outside of a transform, and then inside of it."""
+
+    kind: str
+
     @nn.compact
     def __call__(self, x):
-        y, pullback = nn.vjp(lambda module, x: nn.Dense(4, name="layer")(x), self, x)
-        return y + pullback(jnp.ones_like(y))[1]
+        layer = nn.Dense(4, name="layer")
+        return x + getattr(self, self.kind)(layer, layer(x))
+
+    @nn.nowrap
+    def switch(self, layer, x):
+        branches = [lambda module, x: nn.tanh(module(x)), lambda module, x: module(x), lambda module, x: x]
+        return nn.switch(jnp.int32(x[0, 0] > 0), branches, layer, x)
+
+    @nn.nowrap
+    def custom_vjp(self, layer, x):
+        def forward(module, x):
+            y, pullback = nn.vjp(lambda module, x: module(x), module, x)
+            return y, pullback
+
+        def backward(pullback, gradient):
+            of_params, *rest = pullback(gradient)
+            return (jax.tree.map(jnp.sign, of_params), *rest)
+
+        return nn.custom_vjp(lambda module, x: module(x), forward, backward)(layer, x)
 
 
-def test_a_derivative_inside_the_model():
-    observed, _, _ = observed_and_plain(Derivative(), mean_output, X)
+@pytest.mark.parametrize("kind", ["switch", "custom_vjp"])
+def test_what_cannot_be_observed_is_named_with_the_transform_and_the_line_that_mends_it(kind):
+    observed, binding, parts = observed_and_plain(Unseen(kind), mean_output, X)
     present, missing = names(observed.captured)
-    assert present == ["output"]
-    assert "nn.vjp" in missing["layer"]
+    assert present == ["layer", "output"]
+    assert set(missing) - {"layer#2"} == {"layer#1"}  # a branch, or a rule, is one more call
+    for reason in missing.values():
+        assert f"inside nn.{kind}" in reason
+        assert f"observe what nn.{kind} returns: pj.observe(name, x)" in reason
+    loss, grads, rows = backward_rows(binding, mean_output, X, parts)
+    assert set(rows) == {"layer", "output"}
+    np.testing.assert_allclose(loss, observed.loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, observed.grads)
+
+
+def test_a_loop_of_unknown_length_is_named():
+    binding, parts = start(Looped(), mean_output, X)
+    bound = binding.bind(parts.params, {}, measure=summarize_magnitude)
+    np.testing.assert_array_equal(bound(X), Looped().apply({"params": parts.params}, X))
+    present, missing = names(bound.finish())
+    assert present == ["layer", "output"]
+    assert set(missing) == {"layer#1"}
+    assert "nn.while_loop" in missing["layer#1"]
+
+
+class Derivative(nn.Module):
+    """A layer inside a derivative that the model itself takes."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(4, name="layer")
+        y = nn.tanh(layer(x))
+        if self.kind == "vjp":
+            z, pullback = nn.vjp(lambda module, x: nn.tanh(module(x)), layer, y)
+            return z + pullback(jnp.ones_like(z))[1]
+        if self.kind == "jvp":
+            return sum(nn.jvp(lambda module, x: nn.tanh(module(x)), layer, (y,), (jnp.ones_like(y),), {}))
+        energy, (force,) = nn.value_and_grad(lambda module, x: nn.tanh(module(x)).sum(), layer, y)
+        return energy + force
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp", "value_and_grad"])
+def test_values_inside_a_derivative_are_seen_and_their_gradients_are_named(kind):
+    observed, binding, parts = observed_and_plain(Derivative(kind), mean_output, X)
+    first = np.asarray(X @ parts.params["layer"]["kernel"])
+    second = np.asarray(np.tanh(first) @ parts.params["layer"]["kernel"])
+    output = Derivative(kind).apply({"params": parts.params}, X)
+    assert_rows(observed.rows, {"layer": first, "layer#1": second, "output": output})
+    assert observed.captured.missing == {}
+    tapped = evaluate_tapped(binding, mean_output, X, parts)
+    np.testing.assert_allclose(tapped.loss, observed.loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), tapped.grads, observed.grads)
+    assert {name for name, row in tapped.backward.items() if row["count"]} == {"layer", "output"}
+    _, missing = names(tapped.captured)
+    assert set(missing) == {"grad_act/layer#1"}
+    assert f"observe what nn.{kind} returns" in missing["grad_act/layer#1"]
 
 
 class OnlyParamsJit(nn.Module):
@@ -196,17 +278,3 @@ def test_two_threads_observe_and_a_third_runs_plain():
     assert results["plain"].captured.seen == ()
     assert_same(results["a"].grads, results["plain"].grads)
     assert lift.pack is before
-
-
-def test_a_module_that_is_never_called_is_absent_not_missing():
-    class Unused(nn.Module):
-        def setup(self):
-            self.used, self.unused = nn.Dense(4), nn.Dense(4)
-
-        def __call__(self, x):
-            return self.used(x) + (0.0 if not self.is_initializing() else self.unused(x))
-
-    observed, _, _ = observed_and_plain(Unused(), mean_output, X)
-    assert set(observed.rows) == {"used", "output"}
-    assert observed.captured.missing == {}
-    assert np.all(observed.grads["unused"]["kernel"] == 0)

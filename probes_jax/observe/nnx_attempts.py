@@ -111,7 +111,7 @@ class Attempts:
 
 
 def _reason(error: Exception | None) -> str:
-    text = str(error).strip().partition("\n")[0]
+    text = str(error).strip().partition("\n")[0][:100]
     return (
         f"inside a transform that does not take a Variable more ({type(error).__name__}: {text}); make a loop a scan, "
         "apply the transform in the model's own call, or move the module out of it"

@@ -38,9 +38,9 @@ _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms b
 
 OUTSIDE = "the model is called inside a JAX transform in loss_fn; call it outside of it, or put nnx.remat in the model"
 CLOSED_OVER = (
-    "inside a JAX transform that does not hand the module's variables back; apply jax.checkpoint, jax.vmap or "
-    "jax.lax.scan in the model's own call, pass the module to nnx.remat or nnx.jit instead of closing over it, or move "
-    "it out of the transform"
+    "inside a JAX transform that does not hand the module's variables back; make a loop a jax.lax.scan, apply "
+    "jax.checkpoint or jax.vmap in the model's own call, pass the module to nnx.jit instead of closing over it, or "
+    "move it out of the transform"
 )
 
 _numbers = itertools.count()

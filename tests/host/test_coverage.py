@@ -53,6 +53,17 @@ def test_every_program_says_once_what_it_saw(tmp_path):
     ]
 
 
+def test_a_later_flush_does_not_write_it_again(tmp_path):
+    sink = StoreSink(tmp_path)
+    sink.describe(FULL, SEEN)
+    written = []
+    for step in range(2):
+        sink.write(readings(step))
+        sink.flush()
+        written.append((tmp_path / entries(tmp_path)[0]).stat().st_ino)  # a replaced entry is another file
+    assert written[0] == written[1]
+
+
 def test_the_entry_is_plain_json(tmp_path):
     record(tmp_path, [report(0)])
     (entry,) = (json.loads((tmp_path / name).read_text()) for name in entries(tmp_path))

@@ -129,7 +129,8 @@ def test_a_scan_in_a_scan_with_layers_on_different_axes():
         groups = unrolled(variables["params"], 1, "groups")
         return {"params": {name: unrolled(group, 0, "layers") for name, group in groups.items()}}
 
-    assert_twin(Nested(), NestedUnrolled(), (X,), convert)
+    observed = assert_twin(Nested(), NestedUnrolled(), (X,), convert)
+    assert observed.captured.stacks == {("groups",): (1, 3), ("groups", "layers"): (0, 2)}
 
 
 class Partitioned(nn.Module):

@@ -291,8 +291,9 @@ class LinenRecorder:
         for root, earlier in zip(roots, before):
             self._merge(root, earlier, frame)
         for where in frame.stacked:
-            around = [f.axis for f in self._frames if isinstance(f, _Lift) and where in f.stacked]
-            self.stacks[where] = max(self.stacks.get(where, ()), (*around, frame.axis), key=len)
+            nested = [f for f in (*self._frames, frame) if isinstance(f, _Lift) and where in f.stacked]
+            axes = tuple(f.axis for f in nested if f.axis is not None)
+            self.stacks[where] = max(self.stacks.get(where, ()), axes, key=len)
 
     def _enter(self, name: str) -> str:
         """The variable of a transform that is entered: numbered in the order of the trace, so the same every time."""

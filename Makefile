@@ -6,6 +6,7 @@
 #   WORKERS=n      pytest processes (default: 2)
 
 VENV ?= .venv
+MODELS_VENV := .venv-models
 PYTHON ?=
 ARGS ?=
 WORKERS ?= 2
@@ -20,10 +21,10 @@ PIN_FLAGS := --quiet --generate-hashes --no-annotate --no-header --no-emit-index
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core lint docs bench pins clean
+.PHONY: help demo test test-core test-models lint docs docs-models bench pins clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.runtime ## train a small language model with every probe on (ARGS="--nnx --steps 200")
 	@$(RUN) examples/demo.py $(ARGS)
@@ -33,6 +34,9 @@ test: $(VENV)/.dev ## every test, and the examples in the docstrings
 
 test-core: $(VENV)/.dev ## the package's own tests without the slow ones, for the second pair of Python and JAX
 	$(PYTEST) -m "not slow" $(CORE)
+
+test-models: $(MODELS_VENV)/.models ## models of other packages, unedited (1.1 GB, minutes; not part of make test)
+	$(MODELS_VENV)/bin/python -m pytest --disable-warnings tests/models $(ARGS)
 
 lint: $(VENV)/.dev ## formatting, ruff, pyright, import rules, the generated reference
 	$(RUN) -m ruff format --check .
@@ -46,6 +50,10 @@ docs: $(VENV)/.runtime ## write the metric reference again from the registry
 	@$(RUN) -m probes_jax metrics --markdown > $(VENV)/metrics.md
 	@cp $(VENV)/metrics.md $(REFERENCE) && echo "wrote $(REFERENCE)"
 
+docs-models: $(MODELS_VENV)/.models ## write the coverage tables of models of other packages again
+	@$(MODELS_VENV)/bin/python -m tests.models.tables > $(MODELS_VENV)/tables.md
+	@cp $(MODELS_VENV)/tables.md docs/coverage_models.md && echo "wrote docs/coverage_models.md"
+
 bench: $(VENV)/.dev ## measure what docs/performance.md reports
 	$(RUN) -m benchmarks.run $(ARGS)
 
@@ -57,9 +65,11 @@ pins: ## resolve the pinned requirements again (needs uv)
 	    && uv pip compile $(PIN_FLAGS) --python-version $$pair pyproject.toml $$name.in $$dev -c $$name.txt \
 	        -o $$name-dev.txt > /dev/null || exit 1; \
 	done
+	@uv pip compile $(PIN_FLAGS) --python-version 3.11 pyproject.toml requirements/py311.in requirements/models.in \
+	    --excludes requirements/models-without.in -c requirements/py311-dev.txt -o requirements/models.txt > /dev/null
 
 clean: ## remove the environment and what the tools left (not runs/)
-	@for folder in $(VENV) .venv .venv-second; do \
+	@for folder in $(VENV) .venv .venv-second $(MODELS_VENV); do \
 	    [ ! -f $$folder/pyvenv.cfg ] || rm -rf $$folder; \
 	done
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache
@@ -74,3 +84,7 @@ $(VENV)/.runtime: requirements/py311.txt requirements/py312.txt pyproject.toml
 $(VENV)/.dev: requirements/py311-dev.txt requirements/py312-dev.txt pyproject.toml
 	@sh requirements/install.sh $(VENV) dev $(PYTHON)
 	@touch $(VENV)/.runtime $@
+
+$(MODELS_VENV)/.models: requirements/models.txt pyproject.toml
+	@sh requirements/install.sh $(MODELS_VENV) models $(PYTHON)
+	@touch $@

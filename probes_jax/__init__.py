@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Coverage": "probes_jax.step.report",
+    "Coverage": "probes_jax.spec.coverage",
     "EventWriter": "probes_jax.host.writers.event",
     "Guard": "probes_jax.spec.plan",
     "GuardStopped": "probes_jax.host.recorder",
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from probes_jax.present.progress import LiveSignals as LiveSignals
     from probes_jax.present.screen import print_screen as print_screen
     from probes_jax.spec.catalog import REGISTRY as REGISTRY
+    from probes_jax.spec.coverage import Coverage as Coverage
     from probes_jax.spec.metric import MetricSpec as MetricSpec
     from probes_jax.spec.metric import Priority as Priority
     from probes_jax.spec.plan import Guard as Guard
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
     from probes_jax.step.loss import Loss as Loss
     from probes_jax.step.loss_scale import LossScale as LossScale
     from probes_jax.step.own_loop import Monitor as Monitor
-    from probes_jax.step.report import Coverage as Coverage
     from probes_jax.step.report import Report as Report
     from probes_jax.step.restore import restore_state as restore_state
     from probes_jax.step.state import TrainState as TrainState

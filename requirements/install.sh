@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes a virtual environment and installs the pinned requirements and this package into it.
 #
-# usage: install.sh VENV runtime|dev [PYTHON]
+# usage: install.sh VENV runtime|dev|models [PYTHON]
 #
 # Only what the pin files list, with these hashes, is fetched; the package itself is built with the pinned setuptools.
 set -eu
@@ -10,6 +10,7 @@ venv=$1
 kind=$2
 named=${3:-}
 supported="3.11 3.12"
+[ "$kind" != models ] || supported=3.11
 cd "$(dirname "$0")/.."
 
 version_of() {
@@ -26,20 +27,25 @@ elif [ -n "$named" ] && [ "$(version_of "$named")" != "$version" ]; then
     exit 1
 fi
 
+pair=requirements/py$(echo "$version" | tr -d .)
+more=
 case $kind in
-runtime) suffix= ;;
-dev) suffix=-dev ;;
+runtime) pins=$pair.txt ;;
+dev) pins=$pair-dev.txt ;;
+models)
+    pins=requirements/models.txt
+    more=--no-deps # requirements/models-without.in says what is left out
+    ;;
 *)
-    echo "install.sh: the kind is runtime or dev, not $kind" >&2
+    echo "install.sh: the kind is runtime, dev or models, not $kind" >&2
     exit 2
     ;;
 esac
-pins=requirements/py$(echo "$version" | tr -d .)$suffix.txt
 if [ ! -f "$pins" ]; then
     echo "$venv is Python $version, but the pinned requirements are for Python 3.11 and 3.12: make clean first." >&2
     exit 1
 fi
 
 echo "Installing $(grep -c '==' "$pins") pinned packages from $pins (once; a few minutes on a slow connection)"
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check --require-hashes --only-binary :all: -r "$pins"
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check --require-hashes --only-binary :all: $more -r "$pins"
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from probes_jax.host.health import log
+from probes_jax.spec.coverage import missing_lines
 from probes_jax.spec.plan import Plan
-
-_MOST = 8  # missing points that are named
 
 
 def announce(report: Any, plan: Plan | None) -> None:
@@ -26,7 +25,4 @@ def announce(report: Any, plan: Plan | None) -> None:
     coverage = getattr(report, "coverage", None)
     missing = getattr(coverage, "missing", ())
     if missing and getattr(coverage, "seen", ()):
-        lines = [f"  {name}: {reason}" for name, reason in missing[:_MOST]]
-        if len(missing) > _MOST:
-            lines.append(f"  and {len(missing) - _MOST} more, which report.coverage names")
-        log.warning("not measured in this run:\n%s", "\n".join(lines))
+        log.warning("not measured in this run:\n%s", "\n".join(missing_lines(missing)))

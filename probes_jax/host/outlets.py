@@ -14,8 +14,10 @@ from probes_jax.host.delivery import Delivery
 from probes_jax.host.flight import FlightRecord
 from probes_jax.host.health import log
 from probes_jax.host.run_folder import RunFolder, check_folder, is_url
-from probes_jax.host.sink import Sink
+from probes_jax.host.sink import DescribedSink, Sink
 from probes_jax.host.worker import FLIGHT
+from probes_jax.spec.coverage import Coverage
+from probes_jax.spec.layout import Layout
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
 
@@ -93,6 +95,12 @@ class Outlets:
                 make = functools.partial(_given, sink)
                 found.append(Delivery(name, make, capacity=_CAPACITY, flush_every=self._flush_every))
         return found
+
+    def describe(self, layout: Layout, coverage: Coverage) -> None:
+        """Tells the sinks that keep it what a program measures. Never waits."""
+        for sink in self._sinks.values():
+            if isinstance(sink, DescribedSink):
+                sink.describe(layout, coverage)
 
     def _default(self, plan: Plan | None, writer: Any) -> dict[str, Sink]:
         # Imported here: a recorder with sinks of its own needs neither TensorBoard's protos nor tensorstore.

@@ -24,6 +24,7 @@ from probes_jax.host.sink import Sink
 from probes_jax.host.timed import take_wait
 from probes_jax.host.worker import Worker
 from probes_jax.spec import check
+from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
@@ -150,6 +151,7 @@ class Recorder:
         if layout not in self._announced:  # a new program: once or twice in a run
             self._announced.add(layout)
             announce(report, self._plan)
+            self._describe(report)
         worker = self._worker or self._start()
         nbytes = _checked_nbytes(buffer, layout)
         if self._distributed:
@@ -207,6 +209,11 @@ class Recorder:
         if kind is None:
             self._raise_stopped()
         self._say_stopped()
+
+    def _describe(self, report: PackedReport) -> None:
+        coverage = getattr(report, "coverage", None)
+        if isinstance(coverage, Coverage):
+            self._outlets.describe(report.layout, coverage)
 
     def _end(self) -> None:
         self._closed = True

@@ -15,6 +15,7 @@ from probes_jax.host.read_flight import FlightStep, last_flight_step, read_fligh
 from probes_jax.host.run_folder import FORMAT, RunFolder, is_url
 from probes_jax.host.series_block import absent, decode
 from probes_jax.host.store import SeriesArrays, Store
+from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.derive import derive
 
 _PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
@@ -170,6 +171,22 @@ class Run:
             if event is not None:
                 superseded = attempt is not None and attempt.superseded(event["step"])
                 out.append({"attempt": int(key.split("/")[2]), **event, "superseded": superseded})
+        return out
+
+    def coverage(self) -> list[dict[str, Any]]:
+        """What could be measured and what could not: `attempt`, `program`, `layout` and `coverage` (`pj.Coverage`) of
+        every program of every attempt, in order. Empty for a run that holds none.
+        """
+        out, what = [], "what of a program was seen"
+        for key in self._store.keys("entries/coverage/"):
+            entry = self._entry(key, what)
+            if entry is None:
+                continue
+            try:
+                found = {"attempt": int(key.split("/")[2]), "program": entry["program"], "layout": entry["layout"]}
+                out.append(found | {"coverage": Coverage.from_json(entry)})
+            except (KeyError, TypeError, ValueError) as error:
+                self._damage.note(key, what, error)
         return out
 
     def flight(self, process: int = 0) -> list[FlightStep]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from probes_jax.spec.coverage import Coverage
+from probes_jax.spec.layout import Layout
 from probes_jax.spec.readings import Readings
 
 
@@ -25,4 +27,13 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flushes and releases files. A second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class DescribedSink(Protocol):
+    """A sink that also keeps what could be measured and what could not."""
+
+    def describe(self, layout: Layout, coverage: Coverage) -> None:
+        """Takes what a program measures, before its first reading. Called on the training thread: never waits."""
         ...

@@ -17,6 +17,8 @@ from probes_jax.host.run_folder import FORMAT, check_folder, is_url, number_key
 from probes_jax.host.series_block import NO_STEP, Block, block_rows, encode
 from probes_jax.host.store import SeriesArrays, Store
 from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.coverage import Coverage
+from probes_jax.spec.layout import Layout
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
 from probes_jax.spec.registry import Registry
@@ -103,6 +105,7 @@ class StoreSink:
         self._lock = threading.RLock()
         self._flushed = clock()
         self._least_number = 1
+        self._coverage: dict[str, Coverage] = {}  # by program and layout; only ever added to
         self._begin()
 
     def _begin(self) -> None:
@@ -112,9 +115,14 @@ class StoreSink:
         self._told: int | None = None  # the first step that the attempt's entry says
         self._events = 0
         self._happenings = Happenings()
+        self._covered: set[str] = set()  # what of `_coverage` this attempt has saved
         self._series: dict[str, _Series] = {}
         # By program and id of the names; the names are kept, so that their id cannot come back as another tuple.
         self._recent: dict[tuple[str, int], tuple[tuple[str, ...], _Series]] = {}
+
+    def describe(self, layout: Layout, coverage: Coverage) -> None:
+        """Takes what a program could and could not measure; it is saved at the next flush of a row."""
+        self._coverage.setdefault(f"{layout.program}-{layout.fingerprint}", coverage)  # no lock: a flush may hang
 
     def write(self, readings: Readings) -> None:
         """Takes one step.
@@ -166,6 +174,7 @@ class StoreSink:
                 if series.block.waiting:
                     self._save(key, series)
             self._save_happenings()
+            self._save_coverage()
 
     def close(self) -> None:
         """Flushes."""
@@ -189,6 +198,7 @@ class StoreSink:
         """Forgets the files, not the rows: the blocks in memory are saved again, whole, by the next attempt."""
         self._least_number = int(self._attempt or 0) + 1  # what is left of the old arrays is never written into
         self._attempt, self._events = None, 0
+        self._covered.clear()
         for series in self._series.values():
             series.arrays = None
             series.block.base = series.block.saved = 0
@@ -240,6 +250,16 @@ class StoreSink:
         attempt = self._ensure_attempt()
         self._open().write(f"entries/events/{attempt}/{number_key(self._events, 8)}.json", event)
         self._events += 1
+
+    def _save_coverage(self) -> None:
+        if self._attempt is None:  # no row and no event: there is no run yet
+            return
+        for key, coverage in list(self._coverage.items()):
+            if key not in self._covered:
+                program, layout = key.split("-")
+                entry = {"program": program, "layout": layout, **coverage.to_json()}
+                self._open().write(f"entries/coverage/{self._attempt}/{key}.json", entry)
+                self._covered.add(key)
 
     def _superseded(self, first_step: int) -> dict[str, int]:
         """The last step that an attempt from `first_step` on supersedes; nothing where there is none. Says so."""

@@ -183,7 +183,8 @@ class Worker:
         if readings.step <= self._last_step:
             self.refuse(
                 f"step {readings.step} came after step {self._last_step} and was not recorded; "
-                "steps must rise within one recorder: make a new Recorder after going back to an earlier state"
+                "steps must rise within one recorder: make a new Recorder after going back to an earlier state; two "
+                "monitors, or the replicas of pmap and vmap, take a Recorder each"
             )
             return
         self._last_step = readings.step

@@ -35,7 +35,8 @@ class Visit:
         leaves: Shapes of the float arrays in its output, by their path in it.
         reason: Why no value can come back, and what to do; None when one should.
         place: Which transform it was seen in; records of different ones come back apart.
-        record: The value itself where nothing stands between the module and the loss function.
+        record: The value itself where it is known which one it is: nothing stands between the module and the loss
+            function, or what stands there keeps its records apart.
         through: Names of the transforms it was seen in, the outermost first.
     """
 
@@ -78,7 +79,9 @@ def settle(
     for path, place, record in returned:
         key = ((*path, *record.below), record.class_name, record.method)
         records.setdefault((key, place), collections.deque()).append(record.merged())
-    layers = {key[0][:at] for (key, _), found in records.items() for record in found for at in record.layers}
+    places = [(key[0], record) for (key, _), found in records.items() for record in found]
+    places += [(visit.path, visit.record) for visit in visits if visit.record is not None]
+    layers = {path[:at] for path, record in places for at in record.layers}
     paths = [visit.path for visit in visits] + [key[0] for key, _ in records]
     namer = _Namer(Names(params, {*stacks, *layers}, also=paths))
     result = Result()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import DictKey, keystr, tree_flatten_with_path
 
 from probes_jax.observe.chain import ChainState
 
+_FORBIDDEN = re.compile(r"[/\[\]{}\s]")  # no part of a metric's name may hold these
 _ABSENT = (
     "the optimizer's state holds no learning rate; build it with pj.chain and give the rate a stage of its own, "
     '("lr", optax.scale_by_learning_rate(schedule)), or wrap it: '
@@ -37,22 +39,34 @@ class RateProbe:
     paths: tuple[str, ...]
 
     def read(self, before: Any, after: Any) -> Rate:
-        """The rate used by the update that led from one state to the next. Works under `jit`, `scan` and `vmap`.
+        """The rate used by the update that led from one state to the next, the largest of several.
+
+        Takes and says what `read_each` does.
+        """
+        rates = list(self.read_each(before, after).values())
+        return Rate(jnp.max(jnp.stack([r.value for r in rates])), jnp.any(jnp.stack([r.fresh for r in rates])))
+
+    def read_each(self, before: Any, after: Any) -> dict[str, Rate]:
+        """Each rate used by the update that led from one state to the next. Works under `jit`, `scan` and `vmap`.
 
         Args:
             before: Optimizer state before the update.
             after: Optimizer state after it; the rate that it holds is the one used.
 
         Returns:
-            The rate; `fresh` is False where nothing was applied (between two updates of `optax.MultiSteps`, or when
+            The rates by the label that `optax.multi_transform` gives their parameters, or by number where they have
+            none. `fresh` is False where nothing was applied (between two updates of `optax.MultiSteps`, or when
             `optax.apply_if_finite` dropped it).
         """
         earlier, later = _find(before), _find(after)
-        if tuple(path for path, _ in later) != self.paths or len(earlier) != len(later):
-            raise ValueError(f"this state keeps learning rates at {[path for path, _ in later]}, expected {self.paths}")
-        values = [jnp.abs(_value(holder)) for _, holder in later]
-        changed = [_stamp(old) != _stamp(new) for (_, old), (_, new) in zip(earlier, later, strict=True)]
-        return Rate(jnp.max(jnp.stack(values)), jnp.any(jnp.stack(changed)))
+        paths = tuple(keystr(path) for path, _ in later)
+        if paths != self.paths or len(earlier) != len(later):
+            raise ValueError(f"this state keeps learning rates at {list(paths)}, expected {self.paths}")
+        rates = [
+            Rate(jnp.abs(_value(new)), _stamp(old) != _stamp(new))
+            for (_, old), (_, new) in zip(earlier, later, strict=True)
+        ]
+        return dict(zip(_labels([path for path, _ in later]), rates, strict=True))
 
 
 def find_learning_rate(state: Any) -> tuple[RateProbe | None, str]:
@@ -79,19 +93,35 @@ def find_learning_rate(state: Any) -> tuple[RateProbe | None, str]:
         True
     """
     found = _find(state)
-    return (RateProbe(tuple(path for path, _ in found)), "") if found else (None, _ABSENT)
+    return (RateProbe(tuple(keystr(path) for path, _ in found)), "") if found else (None, _ABSENT)
 
 
-def learning_rate(before: Any, after: Any) -> Rate | None:
-    """`find_learning_rate` and `RateProbe.read` in one call; None where the state holds no learning rate."""
+def learning_rates(before: Any, after: Any) -> dict[str, Rate]:
+    """The learning rates used by the update from one state to the next, by label; `""` is the one, or the largest.
+
+    Empty where the state holds none.
+    """
     probe, _ = find_learning_rate(before)
-    return None if probe is None else probe.read(before, after)
+    if probe is None:
+        return {}
+    each = probe.read_each(before, after)
+    return {"": probe.read(before, after), **(each if len(each) > 1 else {})}
 
 
-def _find(state: Any) -> list[tuple[str, Any]]:
+def _find(state: Any) -> list[tuple[Any, Any]]:
     """(path, node) of the nodes that hold a rate. Nothing inside such a node is looked at."""
     nodes, _ = tree_flatten_with_path(state, is_leaf=_holds_rate)
-    return [(keystr(path), node) for path, node in nodes if _holds_rate(node)]
+    return [(path, node) for path, node in nodes if _holds_rate(node)]
+
+
+def _labels(paths: Sequence[Any]) -> list[str]:
+    """One label per path, from the dictionary keys in it: those are the labels of `optax.multi_transform`."""
+    words = [".".join(str(entry.key) for entry in path if isinstance(entry, DictKey)) for path in paths]
+    words = [_FORBIDDEN.sub("_", word) for word in words]
+    return [
+        word if word and words.count(word) == 1 else f"{word}#{number}" if word else str(number)
+        for number, word in enumerate(words)
+    ]
 
 
 def _holds_rate(node: Any) -> bool:

@@ -24,8 +24,8 @@ from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
 RAW = (
-    "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan); use nn.remat, nn.vmap or "
-    "nn.scan instead"
+    "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan, jax.shard_map); use "
+    "nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes out of the transform"
 )
 OUTSIDE = (
     "the model is called inside a JAX transform in loss_fn; call it outside of it, or put the transform in the model"

@@ -17,7 +17,9 @@ from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure
 from probes_jax.observe.census import settle
 from probes_jax.observe.compare import check_arrays
 from probes_jax.observe.names import Path
-from probes_jax.observe.nnx_recorder import OUTSIDE, Marks, NNXRecorder
+from probes_jax.observe.nnx_attempts import Attempts, Saved
+from probes_jax.observe.nnx_marks import NO_MARKS, Marks
+from probes_jax.observe.nnx_recorder import OUTSIDE, NNXRecorder
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
@@ -53,7 +55,7 @@ class NNXBinding(Binding):
         self._graphdef, state = nnx.split(module, graph=True)
         self._leaves = {tuple(map(str, where)): _leaf(where, x) for where, x in nnx.to_flat_state(state)}
         self._take_ownership = take_ownership
-        self.marks = Marks.SLOTS
+        self.marks = Marks()
 
     def _select(self, kind: Callable[[_Leaf], bool]) -> dict[Path, _Leaf]:
         return {path: leaf for path, leaf in self._leaves.items() if kind(leaf)}
@@ -151,7 +153,7 @@ class NNXBound(Bound):
             output = reach(self._module)(*args, **kwargs)
         elif not within:
             self._recorder.blocked = OUTSIDE
-            output = self._attempt(reach, args, kwargs, Marks.NONE)
+            output = self._attempt(reach, args, kwargs, NO_MARKS)
             self._recorder.blocked = None
         else:
             output = self._observe(self._recorder, reach, args, kwargs)
@@ -160,23 +162,14 @@ class NNXBound(Bound):
         return output
 
     def _observe(self, recorder: NNXRecorder, reach: Reach, args: Any, kwargs: Any) -> Any:
-        """Runs the model with the marks it takes.
+        """Runs the model with as many marks as it takes; what cannot be reported so is named."""
+        saved = Saved(self._module, (args, kwargs))
 
-        A model may be written so that it fails with a Variable or an attribute more. Then it runs again with fewer
-        marks, and what cannot be reported so is named. An error that is the model's own is raised by the last run.
-        """
-        saved, start = _save(self._module), recorder.mark
-        for marks in range(self._binding.marks, Marks.NONE, -1):
-            try:
-                output = self._attempt(reach, args, kwargs, Marks(marks))
-            except Exception as error:
-                recorder.refuse(start, error)
-                self._module = nnx.merge(saved[0], jax.tree.map(lambda x: x, saved[1]))
-            else:
-                self._binding.marks = Marks(marks)
-                return output
-        output = self._attempt(reach, args, kwargs, Marks.NONE)
-        self._binding.marks = Marks.NONE
+        def undo() -> None:
+            self._module = saved.restore()
+
+        attempts = Attempts(recorder, lambda marks: self._attempt(reach, args, kwargs, marks), undo)
+        output, self._binding.marks = attempts.search(self._binding.marks)
         return output
 
     def _attempt(self, reach: Reach, args: Any, kwargs: Any, marks: Marks) -> Any:
@@ -195,6 +188,7 @@ class NNXBound(Bound):
         if self._recorder is None:
             return Captured({}, state, self._outputs, (), {}, {})
         recorder, params = self._recorder, self._binding.params
+        recorder.visits += recorder.unreached(self._module)
         stacks, axes = recorder.stacks({path: leaf.variable for path, leaf in params.items()})
 
         def backward(gradient: Any) -> dict[Point, Summary]:
@@ -210,11 +204,6 @@ def _leaf(where: tuple[Any, ...], x: Any) -> _Leaf:
         return _Leaf(where, None, x)
     value = x.get_value()
     return _Leaf(where, x.replace(value), value)
-
-
-def _save(module: Any) -> tuple[Any, Any]:
-    graphdef, state = nnx.split(module, graph=True)
-    return graphdef, jax.tree.map(lambda x: x, state)  # other Variables, the same arrays
 
 
 def _follows(value: Any) -> bool:

@@ -4,99 +4,97 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
-import functools
-import inspect
 import itertools
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from flax.nnx import tracers
 
 from probes_jax.observe.binding import Measure
-from probes_jax.observe.census import Returned, Visit
+from probes_jax.observe.census import NEVER_CALLED, Returned, Visit
+from probes_jax.observe.lift import Level, carried_by
+from probes_jax.observe.lifted import lifting
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
-from probes_jax.observe.patch import Patch, patched
+from probes_jax.observe.nnx_layers import (
+    Axes,
+    axes_below,
+    axes_of,
+    find_stacks,
+    is_layered,
+    note_axes,
+    own_params,
+    place_layers,
+)
+from probes_jax.observe.nnx_marks import Marks, brought, clear, is_open, path_of, plant, put, slot_of
+from probes_jax.observe.nnx_methods import calling
 from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.roles import takes_input
 
-_PATH = "_probes_jax_path"
-_SLOT = "_probes_jax_slot"
-_TAPS = "_probes_jax_taps"
-_CONTAINERS = (nnx.List, nnx.Dict)  # their attributes are their items: nothing may be added
-_BASES = (nnx.Module, nnx.Pytree, nnx.Object, *_CONTAINERS)
+_LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
 
 OUTSIDE = "the model is called inside a JAX transform in loss_fn; call it outside of it, or put nnx.remat in the model"
 CLOSED_OVER = (
-    "inside a JAX transform that does not hand the module's variables back; pass the module to nnx.remat instead of "
-    "closing over it, or move it out of the transform"
+    "inside a JAX transform that does not hand the module's variables back; apply jax.checkpoint, jax.vmap or "
+    "jax.lax.scan in the model's own call, pass the module to nnx.remat or nnx.jit instead of closing over it, or move "
+    "it out of the transform"
 )
 
-
-class Slot(nnx.Variable):
-    """Where a module inside a transform leaves its records. Of our own type: no filter of the model's names it.
-
-    A second one on the module holds the slots of its taps: zeros in the structure of the records.
-    """
+_numbers = itertools.count()
 
 
 class Raw(NamedTuple):
     """What one run left behind, or the slots of the taps of such a run."""
 
-    here: tuple[Record, ...]  # from outside of every transform, in the order of the calls
-    inside: dict[Path, tuple[Record, ...]]  # from inside of one, by module
+    here: tuple[Any, ...]  # `Level.records` of the run
+    inside: dict[Path, tuple[Record, ...]]  # from the `Slot` of each module that has one
 
 
-class _Active(threading.local):
-    recorder: NNXRecorder | None = None
+class _Frame(NamedTuple):
+    """A method that runs: the `number`-th call. `level` is None inside a transform that is not lifted."""
 
-
-_active = _Active()
-_numbers = itertools.count()
-
-
-class Marks(enum.IntEnum):
-    """What is put on the modules of one evaluation while they run."""
-
-    NONE = 0
-    PATHS = 1  # a static attribute that says which module it is, also where a transform makes a new instance of it
-    SLOTS = 2  # and a Variable that brings records out of the transform
+    module: Any
+    method: str
+    function: Any
+    path: Path
+    level: Level | None
+    number: int
 
 
 class NNXRecorder:
     """Records of one binding.
 
-    What a module outside of every transform returns is measured and kept as it is. A module inside `nnx.remat` is
-    another instance, and only its Variables come back: there a `Slot` on each module takes the records.
-
-    Transforms keep what they have traced, by the structure of their modules: traced before without marks, they would
-    not run the modules again, and nobody would notice. So the static attribute differs from evaluation to evaluation.
+    Records are kept in the trace that they are made in. JAX's transforms bring them out of it (`lifted`). Of a
+    transform that was applied before the model is called, such as `nnx.jit` or a decorated method, only Variables come
+    back: there a `Slot` on the module takes the records.
 
     Attributes:
+        levels: See `lift.Carrier`.
         visits: Calls seen, in the order in which they returned.
         runs: What each run left behind.
         blocked: Why nothing at all can be recorded.
+        without: Modules in a transform that is not lifted, as far as they have no `Slot`; as `Marks.slots`.
     """
 
     def __init__(self, measure: Measure, taps: Sequence[Raw] | None = None) -> None:
+        self.levels: list[Level] = []
         self.visits: list[Visit] = []
         self.runs: list[Raw] = []
         self.blocked: str | None = None
-        self._refused: str | None = None  # why modules inside transforms have no slots
+        self.without: dict[Path, Path] = {}
         self._measure = measure
         self._taps = taps or ()  # slots of each run
-        self._here: list[Record] = []
-        self._layers: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
-        self._token = next(_numbers)
+        self._inside: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
+        self._called: set[Path] = set()
+        self._anonymous = False  # whether a module inside a transform could not say who it is
+        self._token = -1
+        self._modules: dict[Path, nnx.Module] = {}
         self._paths: dict[int, Path] = {}
-        self._frames: list[tuple[Any, str, Any, Path]] = []  # module, method, function, path; innermost last
-        self._trace = tracers.TraceState()
+        self._frames: list[_Frame] = []
+        self._marks = Marks()
 
     @contextlib.contextmanager
     def recording(self, root: nnx.Module, marks: Marks) -> Iterator[None]:
@@ -106,27 +104,27 @@ class NNXRecorder:
             root: The module that is called. It was made for this evaluation.
             marks: What to put on its modules meanwhile.
         """
-        modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
-        self._paths = {id(module): path for path, module in modules.items()}
-        self._here = []
-        previous, _active.recorder = _active.recorder, self
+        self._modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
+        self._paths = {id(module): path for path, module in self._modules.items()}
+        self._marks, self.without, self._token = marks, {}, next(_numbers)
+        classes = {type(module) for module in self._modules.values()}
+        homes = [sys.modules[name] for name in {cls.__module__ for cls in classes} if name in sys.modules]
+        taps = self._taps[len(self.runs)] if len(self.runs) < len(self._taps) else Raw((), {})
+        self.levels = [Level(slots=taps.here)]
+        self._frames = [_Frame(root, "", None, (), self.levels[0], next(_numbers))]
         try:
-            with patched(_patches({type(module) for module in modules.values()})), observing(self):
-                self._plant(modules, marks)
+            with calling(self, classes), lifting(self if marks.lifted else None, homes), observing(self):
+                plant(self._modules, marks, self._token, taps.inside)
                 yield
+                self.visits += self.levels[0].visits
+                self.runs.append(Raw(tuple(self.levels[0].records), brought(self._modules)))
         finally:
-            _active.recorder = previous
-            self._frames = []
-            self._harvest(modules)
+            clear(self._modules)
+            self.levels, self._frames, self._modules, self._paths = [], [], {}, {}
 
-    def refuse(self, mark: tuple[int, int], error: Exception) -> None:
-        """Drops what was recorded since `mark`: the model does not run with the marks it had."""
+    def forget(self, mark: tuple[int, int]) -> None:
+        """Drops what was recorded since `mark`: the model is run again with other marks."""
         del self.visits[mark[0] :], self.runs[mark[1] :]
-        text = str(error).strip().partition("\n")[0]
-        self._refused = self._refused or (
-            f"inside a transform that does not take a Variable more ({type(error).__name__}: {text}); move the module "
-            "out of it, or let its filters end with `...`"
-        )
 
     @property
     def mark(self) -> tuple[int, int]:
@@ -135,79 +133,48 @@ class NNXRecorder:
 
     def found(self, runs: Sequence[Raw]) -> tuple[list[Visit], list[Returned]]:
         """The visits with what was measured, and what came back from transforms: `runs`, or their gradient."""
-        here = iter([record for run in runs for record in run.here])
-        visits = [v if v.record is None else dataclasses.replace(v, record=next(here)) for v in self.visits]
-        return visits, self._placed([(path, r) for run in runs for path, rs in run.inside.items() for r in rs])
-
-    def _placed(self, returned: list[tuple[Path, Record]]) -> list[Returned]:
-        """Records with layer axes, knowing which module of their path was scanned.
-
-        It is the first one, and no list, below which everything came out of the scan.
-        """
-        single = {path for path, record in returned if not _layer_axes(record)}
-
-        def place(path: Path, record: Record) -> Record:
-            return dataclasses.replace(record, stack=(self._scanned(path, single),) * _layer_axes(record))
-
-        return [(path, "", place(path, record)) for path, record in returned]
-
-    def _scanned(self, path: Path, single: Collection[Path]) -> int:
-        """How much of the path of a module in a scan is the path of the module that is scanned."""
-        outside = {*single, *(visit.path for visit in self.visits if visit.record is not None)}
-        outside = {path[:depth] for path in outside for depth in range(len(path) + 1)}
-        starts = [n for n in range(1, len(path)) if path[:n] not in outside and not path[n].isdecimal()]
-        return starts[0] if starts else len(path)
+        kept = [record for run in runs for record in _flat(run.here)]
+        slots = [(path, record) for run in runs for path, records in run.inside.items() for record in records]
+        paths = [visit.path for visit in self.visits if visit.place == _LEVEL]
+        records = place_layers([*zip(paths, kept, strict=True), *slots])
+        here = iter(records)
+        visits = [
+            dataclasses.replace(visit, record=next(here).merged()) if visit.place == _LEVEL else visit
+            for visit in self.visits
+        ]
+        return visits, [(path, "", record) for (path, _), record in zip(slots, here, strict=True)]
 
     def stacks(self, params: Mapping[Path, Any]) -> tuple[dict[Path, tuple[int, int]], dict[Path, int]]:
-        """Scanned modules with their layer axis and number of layers, and the axis of each parameter below them.
+        """See `find_stacks`."""
+        visits, returned = self.found(self.runs)
+        records = [(visit.path, visit.record) for visit in visits if visit.record is not None]
+        return find_stacks(self._inside, params, records + [(path, record) for path, _, record in returned])
 
-        The axis is the one that a scan took away: told by the names in the metadata, else by the shapes.
-        """
-        single = {path for run in self.runs for path, records in run.inside.items() if not _layer_axes(records[0])}
-        stacks: dict[Path, tuple[int, int]] = {}
-        axes: dict[Path, int] = {}
-        for path, inside in self._layers.items():
-            whole = _axes(params[path]) if path in params else inside
-            axis = _axis_taken(whole, inside)
-            if axis is not None:
-                axes[path] = axis
-                stacks.setdefault(path[: self._scanned(path[:-1], single)], (axis, whole.shape[axis]))
-        return stacks, axes
-
-    # ---- slots
-
-    def _plant(self, modules: Mapping[Path, nnx.Module], marks: Marks) -> None:
-        number = len(self.runs)
-        slots = self._taps[number].inside if number < len(self._taps) else {}
-        for path, module in modules.items():
-            if marks >= Marks.PATHS and not isinstance(module, _CONTAINERS):
-                setattr(module, _PATH, (self._token, path))
-            if marks >= Marks.SLOTS and not isinstance(module, _CONTAINERS):
-                setattr(module, _SLOT, Slot((), hijax=False, ref=False))
-                if path in slots:
-                    setattr(module, _TAPS, Slot(slots[path], hijax=False, ref=False))
-
-    def _harvest(self, modules: Mapping[Path, nnx.Module]) -> None:
-        inside: dict[Path, tuple[Record, ...]] = {}
-        for path, module in modules.items():
-            slot = vars(module).get(_SLOT)
-            if slot is not None and slot.get_value():
-                inside[path] = slot.get_value()
-            for name in (_PATH, _SLOT, _TAPS):
-                if name in vars(module):
-                    delattr(module, name)
-        self.runs.append(Raw(tuple(self._here), inside))
+    def unreached(self, root: nnx.Module) -> list[Visit]:
+        """The modules with parameters of their own of which no method was called."""
+        if self._anonymous:
+            return []
+        modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
+        return [
+            Visit(path, type(module).__name__, "__call__", {"": ()}, NEVER_CALLED)
+            for path, module in modules.items()
+            if path not in self._called and own_params(path, module)
+        ]
 
     # ---- calls
 
     def call(self, module: Any, method: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method and records its output."""
+        """See `Caller.call`: runs a method and records its output."""
         run = function.__get__(module, type(module))
-        top = self._frames[-1] if self._frames else None
-        if top is not None and top[0] is module and top[1] == method and top[2] is not function:
+        top = self._frames[-1]
+        if top.module is module and top.method == method and top.function is not function:
             return run(*args, **kwargs)  # super().method(): the same output
         path = self._path(module)
-        self._frames.append((module, method, function, path))
+        self._called.add(path)
+        level = self.levels[-1] if self.levels[-1].is_current else None
+        if level is not None and level is not self.levels[0]:
+            note_axes(self.levels, path, module)
+        self._frames.append(_Frame(module, method, function, path, level, next(_numbers)))
         try:
             output = run(*self._with_input(module, method, path, args), **kwargs)
         finally:
@@ -228,107 +195,109 @@ class NNXRecorder:
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""
         leaves = float_leaves(value)
-        if not leaves or not self._frames:
+        if not leaves:
             return value
-        module, _, _, above = self._frames[-1]
-        return self._observe(module, Visit((*above, *path), CLASS, "__call__", shapes_of(leaves)), leaves, value, path)
+        top = self._frames[-1]
+        visit = Visit((*top.path, *path), CLASS, "__call__", shapes_of(leaves))
+        return self._observe(top.module, visit, leaves, value, path)
 
     def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any, below: Path = ()) -> Any:
-        here = self._trace.is_valid()
-        visit = visit if here else dataclasses.replace(visit, through=("transform",))
-        slot = vars(module).get(_SLOT)
-        reason = self.blocked or (None if here else self._reason(slot))
+        """Measures an output, leaves the record where it comes back from, and taps the output."""
+        level, path = self.levels[-1], visit.path[: len(visit.path) - len(below)]
+        here = level.is_current
+        reason = self.blocked or (None if here else self._reason(path, module))
+        through = level.through if here else (*level.through, "transform")
+        visit = dataclasses.replace(visit, reason=reason, through=through, place=_LEVEL if here and not reason else "")
+        if here or not self._is_traced_again(visit):
+            level.visits.append(visit)
         if reason:
-            self.visits.append(dataclasses.replace(visit, reason=reason))
             return output
-        if not here:
-            own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-            self._layers |= {(*visit.path, name): _axes(value) for name, value in own.items()}
-        values = {leaf: self._measure(array) for leaf, array in leaves.items()}
-        record = Record(values, visit.class_name, visit.method, below)
-        taps = self._taps_of(module, here)
-        before = len(self._here) if here else len(slot.get_value())
-        if here:
-            self._here.append(record)
-        else:
-            slot.set_value((*slot.get_value(), record))
-        self.visits.append(dataclasses.replace(visit, record=record if here else None))
-        return tapped(self._measure, output, record, taps[before]) if before < len(taps) else output
+        if not here or level is not self.levels[0]:
+            self._inside |= {name: axes_of(param) for name, param in own_params(path, module).items()}
+        with carried_by(None):
+            record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, *visit.key[1:], below)
+        slots = level.keep(record) if here else put(module, record)
+        return tapped(self._measure, output, record, slots) if isinstance(slots, Record) else output
 
-    def _taps_of(self, module: Any, here: bool) -> Sequence[Record]:
-        """The slots of the calls outside of transforms, or of the calls of one module inside of one."""
-        if here:
-            return self._taps[len(self.runs)].here if len(self.runs) < len(self._taps) else ()
-        slots = vars(module).get(_TAPS)
-        return () if slots is None else slots.get_value()
+    def _is_traced_again(self, visit: Visit) -> bool:
+        """Whether JAX traces a call once more.
 
-    def _reason(self, slot: Any) -> str | None:
-        if slot is not None and slot._can_update:
-            return None
-        return self._refused or CLOSED_OVER
+        Where it is another call after all, its record comes back, and is reported as one more.
+        """
+        call = (self._owner().number, *visit.key, tuple(visit.leaves.items()), visit.reason)
+        return self.levels[-1].is_traced_again(call)
+
+    def _owner(self) -> _Frame:
+        """The method that applies the transform that is running."""
+        return next(frame for frame in reversed(self._frames) if frame.level is not None)
+
+    def _reason(self, path: Path, module: Any) -> str | None:
+        """Why the record of a module cannot come out of the transform that is running."""
+        slot = slot_of(module)
+        if slot is None and path not in self._marks.refused:
+            self.without[path] = _part(path, self._owner().path)
+        return None if slot is not None and is_open(slot) else self._marks.refused.get(path, CLOSED_OVER)
 
     def _path(self, module: Any) -> Path:
-        token, path = vars(module).get(_PATH, (None, ()))
-        if token == self._token:
+        path = path_of(module, self._token)
+        path = self._paths.get(id(module)) if path is None else path
+        if path is not None:
             return path
-        if id(module) in self._paths:
-            return self._paths[id(module)]
-        above = self._frames[-1][-1] if self._frames else ()  # made inside the model, or inside a transform
-        return (*above, type(module).__name__)
+        self._anonymous |= not self._marks.paths
+        return (*self._frames[-1].path, type(module).__name__)  # made inside the model, or inside a transform
+
+    # ---- transforms
+
+    def join(self, bodies: Sequence[Level], records: Any, axis: bool) -> None:
+        """See `lift.Carrier`: an axis of iterations is one of layers where they have parameters of their own."""
+        around = self.levels[-1]
+        visits = [visit for body in bodies for visit in body.visits]
+        inside = {path: axes for body in bodies for path, axes in body.notes.items()}
+        seen = {path: self._axes_around(path) for path in inside}
+        if axis:
+            leaves, structure = jax.tree.flatten(records, is_leaf=_is_record)
+            length = leaves[0].stack_shape[0] if leaves else 0
+            whole = {path: axes or self._axes_at_most(path, length) for path, axes in seen.items()}
+            layered = [is_layered(visit.path, whole, inside) for visit in visits if visit.place == _LEVEL]
+            leaves = [r.stacked(0) if layers else r.repeated() for r, layers in zip(leaves, layered, strict=True)]
+            records = jax.tree.unflatten(structure, leaves)
+            inside = {
+                path: Axes((0, *axes.shape), axes.names) if is_layered(path, whole, inside) else axes
+                for path, axes in inside.items()
+            }
+        around.visits += visits
+        around.records.append(records)
+        around.notes |= inside | {path: axes for path, axes in seen.items() if axes is not None}
+
+    def _axes_around(self, path: Path) -> Axes | None:
+        """The axes of a parameter in the trace that a transform is called from, if it can be seen there."""
+        around = self.levels[-1]
+        if path in around.notes:
+            return around.notes[path]
+        frames = [
+            (f.path, f.module) for f in reversed(self._frames) if f.level is around and path[: len(f.path)] == f.path
+        ]
+        frames += [((), self._modules[()])] if around is self.levels[0] else []
+        found = (axes_below(module, path[len(start) :]) for start, module in frames)
+        return next((axes for axes in found if axes is not None), None)
+
+    def _axes_at_most(self, path: Path, length: int) -> Axes | None:
+        """The axes of a parameter outside of every transform, if one of them may be the axis of this one."""
+        axes = axes_below(self._modules[()], path)
+        return axes if axes is not None and length in axes.shape else None
 
 
-class Axes(NamedTuple):
-    """Shape of a parameter, and the names of its axes in its metadata."""
-
-    shape: tuple[int, ...]
-    names: tuple[Any, ...]
-
-
-def _axes(variable: nnx.Param) -> Axes:
-    return Axes(variable.get_value().shape, tuple(variable.get_metadata("out_sharding", None) or ()))
+def _part(path: Path, owner: Path) -> Path:
+    """The path of the child of `owner` that `path` belongs to; an item of a list is a child."""
+    end = len(owner) + 1
+    while end < len(path) and path[end].isdecimal():
+        end += 1
+    return path[:end] if path[: len(owner)] == owner else path
 
 
-def _axis_taken(whole: Axes, layer: Axes) -> int | None:
-    """The axis of a parameter that a scan over layers took away; None where it took none."""
-
-    def without(axis: int, x: tuple[Any, ...]) -> tuple[Any, ...]:
-        return x[:axis] + x[axis + 1 :]
-
-    axes = [axis for axis in range(len(whole.shape)) if without(axis, whole.shape) == layer.shape]
-    named = [axis for axis in axes if whole.names and without(axis, whole.names) == layer.names]
-    return (named or axes or [None])[0]
+def _is_record(node: Any) -> bool:
+    return isinstance(node, Record)
 
 
-def _layer_axes(record: Record) -> int:
-    return len(next(iter(record.values.values())).stack_shape())
-
-
-def _patches(classes: set[type]) -> list[Patch]:
-    """Every public method of these classes and of their bases, each where it is defined."""
-    found: dict[tuple[type, str], Patch] = {}
-    for cls in classes:
-        for owner in cls.__mro__:
-            if owner in _BASES or owner.__module__.partition(".")[0] in sys.stdlib_module_names:
-                continue
-            for name, value in vars(owner).items():
-                if (name == "__call__" or not name.startswith("_")) and _is_method(value):
-                    found[owner, name] = (owner, name, functools.partial(_observed, name))
-    return list(found.values())
-
-
-def _is_method(value: Any) -> bool:
-    if inspect.isfunction(value):
-        return True
-    plain = (staticmethod, classmethod, property, type)
-    return callable(value) and hasattr(type(value), "__get__") and not isinstance(value, plain)  # nnx.jit on a method
-
-
-def _observed(name: str, function: Any) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = _active.recorder
-        if recorder is None:
-            return function.__get__(self, type(self))(*args, **kwargs)
-        return recorder.call(self, name, function, args, kwargs)
-
-    return method
+def _flat(records: Any) -> list[Record]:
+    return jax.tree.leaves(records, is_leaf=_is_record)

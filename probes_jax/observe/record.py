@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from probes_jax.observe.names import escape
+from probes_jax.observe.point import INPUT
 from probes_jax.observe.tap import Measure, fits, tap
 from probes_jax.stats.summary import Summary
 
@@ -59,6 +60,11 @@ class Record:
         return dataclasses.replace(self, values=values, stack=self.layers)
 
     @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """Lengths of the leading axes."""
+        return next(iter(self.values.values())).stack_shape()
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """`stack` without the axes of time steps and examples."""
         return tuple(position for position in self.stack if position is not None)
@@ -89,8 +95,11 @@ def tapped(measure: Measure, output: Any, record: Record, slots: Record) -> Any:
         measure: Summarizes an array.
         output: What a method returned.
         record: What was measured of it.
-        slots: Zeros of the same structure. Constants have no gradient and get no tap.
+        slots: Zeros of the same structure. Constants have no gradient and get no tap. Nor does what a module is given:
+            what goes past the module would not be in it.
     """
+    if record.method == INPUT:
+        return output
     leaves, names, structure = _named(output)
     for index, name in names.items():
         slot = slots.values.get(name)

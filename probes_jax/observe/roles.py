@@ -19,34 +19,41 @@ def _normalized(name: str) -> str:
     return rf"(?:{name})_?(?:{_NORM})|(?:{_NORM})_?(?:{name})"
 
 
-# Of the last element of the path, without its number; the first rule that fits is taken.
-_BY_NAME = (
+# The first rule that fits is taken. Names: the last element of the path, in small letters, without its number.
+_NORMALIZED = (
     ("normalized_query", _normalized(_Q)),
     ("normalized_key", _normalized(_K)),
+)
+# Of the class, whatever the name says: `attention_norm` is no attention, `attn_dropout` neither.
+_FIRST_BY_CLASS = (
+    ("norm", r"\w*[Nn]orm(?:alization)?(?:_?\d+d?)?"),
+    ("other", r"\w*(?:Dropout|Rotary|RoPE|Rope)\w*"),
+    ("expert_output", r"\w*(?:MoE|Moe|Experts?)(?:Layer|Block)?"),
+)
+_BY_NAME = (
     ("query", _projection(_Q)),
     ("key", _projection(_K)),
     ("value", _projection(_V)),
     ("router", r"router|routing|moe_gate|gate_logits"),
     ("expert_output", r"experts?|moe|mixture|.*_experts?"),
-    ("logits", r"(?:lm_)?head|logits?|lm_logits|unembed\w*|output_projection"),
+    ("logits", r"(?:lm_)?head|logits?|lm_logits|unembed\w*|output_projection|classifier"),
     ("embedding", r"\w*embed\w*|wte|wpe|token_type"),
     ("attention_output", r"(?:self_|cross_)?att(?:n|ention)\w*"),
-    ("feed_forward", r"mlp\w*|ffn?\w*|feed_?forward\w*|intermediate"),
+    ("feed_forward", r"mlp\w*|ffn?\w*|feed_?forward\w*|intermediate|(?:c_)?fc"),
     ("norm", rf"\w*(?:{_NORM})\w*"),
 )
 _BY_CLASS = (
     ("embedding", r"\w*Embed\w*"),
-    ("norm", r"\w*(?:Norm|norm)\w*"),
     ("attention_output", r"\w*Attention\w*"),
     ("feed_forward", r"\w*(?:MLP|Mlp|FeedForward|FFN)\w*"),
     ("router", r"\w*Router\w*"),
-    ("expert_output", r"\w*(?:MoE|Moe|Experts?)"),
     ("residual", r"\w*(?:Block|Layer)(?:_\d+)?"),
 )
-_INSIDE_ATTENTION = re.compile(r"(?:self_|cross_)?att(?:n|ention)\w*", re.IGNORECASE)
-_INSIDE_FEED_FORWARD = re.compile(r"mlp\w*|ffn?\w*|feed_?forward\w*", re.IGNORECASE)
+_INSIDE_ATTENTION = re.compile(r"\w*att(?:n|ention)\w*")
+_INSIDE_FEED_FORWARD = re.compile(r"mlp\w*|ffn?\w*|feed_?forward\w*|intermediate")
+_EMBEDDING = re.compile(r"\w*embed\w*")
 _LAYER_NORM = re.compile(r"\w*(?:Layer|RMS|Rms)_?Norm\w*")
-_OUT = re.compile(r"o|out|o_?proj|out_?proj|output|c_?proj|wo|proj|attn_vec_einsum", re.IGNORECASE)
+_OUT = re.compile(r"o|out|o_?proj|out_?proj|output|c_?proj|wo|proj|attn_vec_einsum")
 
 
 def role_of(point: Point, given: Sequence[tuple[str, str]] = ()) -> str:
@@ -65,8 +72,6 @@ def role_of(point: Point, given: Sequence[tuple[str, str]] = ()) -> str:
     for pattern, role in given:
         if re.search(pattern, str(point)):
             return role
-    if not point.path or point.method == "attend":  # the model's own output; an embedding used as output layer
-        return "logits"
     if point.method == INPUT:
         return "expert_input" if _role(point) == "expert_output" else "residual"
     return _role(point)
@@ -87,14 +92,23 @@ def takes_input(point: Point) -> bool:
 
 
 def _role(point: Point) -> str:
-    names = [re.sub(r"_?\d+\Z", "", element) for element in point.path if not element.isdecimal()]
+    names = [re.sub(r"_?\d+\Z", "", element).lstrip("_").lower() for element in point.path if not element.isdecimal()]
     last, above = (names or [""])[-1], names[-2] if len(names) > 1 else ""
+    if not point.path or _is_output_layer(point, last):
+        return "logits"
+    for rules, word in ((_NORMALIZED, last), (_FIRST_BY_CLASS, point.class_name)):
+        if (role := _first(rules, word)) is not None:
+            return role
     if _INSIDE_ATTENTION.fullmatch(above) and _OUT.fullmatch(last):
         return "attention_output"
-    for role, pattern in _BY_NAME:
-        if re.fullmatch(pattern, last, re.IGNORECASE):
-            return role
-    for role, pattern in _BY_CLASS:
-        if re.fullmatch(pattern, point.class_name):
-            return role
-    return "feed_forward" if _INSIDE_FEED_FORWARD.fullmatch(above) else "other"
+    role = _first(_BY_NAME, last) or _first(_BY_CLASS, point.class_name)
+    return role or ("feed_forward" if _INSIDE_FEED_FORWARD.fullmatch(above) else "other")
+
+
+def _is_output_layer(point: Point, last: str) -> bool:
+    """An embedding used the other way round."""
+    return point.method == "attend" or (point.method == "decode" and _EMBEDDING.fullmatch(last) is not None)
+
+
+def _first(rules: Sequence[tuple[str, str]], word: str) -> str | None:
+    return next((role for role, pattern in rules if re.fullmatch(pattern, word)), None)

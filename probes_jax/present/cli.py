@@ -17,6 +17,7 @@ _EXAMPLES = """\
 examples:
   probes screen runs/demo              the signals of a run, and what was unusual in it
   probes walk runs/demo --step 600     where an explosion began, from the output inwards
+  probes coverage runs/demo            what of the model is seen, what is not, and why
   probes metrics                       every metric: what it is, what it catches
   probes metrics --json grad/norm      one of them, for a program
 
@@ -72,6 +73,18 @@ def _parser() -> argparse.ArgumentParser:
     walk.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
     walk.add_argument("--step", type=int, help="a step that scanned activations; by default the last")
     walk.set_defaults(run_command=_walk)
+
+    coverage = commands.add_parser(
+        "coverage",
+        help="what of a model is seen, and what is not",
+        description="Lists the points of a run's model, layers that are alike in one row, and everything that could "
+        "not be measured with the reason and the line that mends it.",
+    )
+    coverage.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
+    form = coverage.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object, every point by itself")
+    form.add_argument("--markdown", action="store_true", help="a Markdown table")
+    coverage.set_defaults(run_command=_coverage)
     return parser
 
 
@@ -144,4 +157,22 @@ def _walk(chosen: argparse.Namespace) -> int:
     for place in found.chain:
         print(f"  {place}")
     print("\n".join(found.lines()) or "Nothing jumps against its own history.")
+    return 0
+
+
+def _coverage(chosen: argparse.Namespace) -> int:
+    from probes_jax.host.run_folder import open_run
+    from probes_jax.present import coverage
+
+    try:
+        found = coverage.find_coverage(open_run(chosen.run))
+    except (OSError, ValueError) as error:
+        print(f"probes coverage: {error}", file=sys.stderr)
+        return 1
+    if chosen.json:
+        print(coverage.as_json(found))
+    elif chosen.markdown:
+        sys.stdout.write(coverage.as_markdown(found.coverage))
+    else:
+        coverage.print_coverage(found)
     return 0

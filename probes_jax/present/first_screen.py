@@ -25,7 +25,7 @@ class Signal:
         name: Name of the metric.
         value: The last value measured, or None.
         step: The step of that value, or None.
-        unit: As in the registry.
+        unit: As in the registry, with the plan's word for a token.
         state: See `probes_jax.present.state`.
         since: First step of the state, or None.
         where: The layer or shard behind a worst-of signal, else empty.
@@ -74,13 +74,14 @@ def _signals(names: list[str], registry: Registry) -> Iterator[tuple[str, Metric
 
 def _signal(run: History, name: str, spec: MetricSpec, plan: Plan) -> Signal:
     steps, values, found = states(run, name, plan)
+    unit = spec.unit.replace("token", plan.unit)
     if not steps.size:
-        return Signal(name, None, None, spec.unit, State.NO_DATA, None, "", spec.catches)
+        return Signal(name, None, None, unit, State.NO_DATA, None, "", spec.catches)
     return Signal(
         name=name,
         value=float(values[-1]),
         step=int(steps[-1]),
-        unit=spec.unit,
+        unit=unit,
         state=State(int(found[-1])),
         since=since(steps, found),
         where=where(run, name, int(steps[-1])),

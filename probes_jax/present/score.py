@@ -19,7 +19,7 @@ _CHUNK = 2048  # rows of one window matrix: 2 MiB
 def find_plan(manifest: Mapping[str, Any]) -> Plan:
     """The thresholds that a run was recorded with, those of its last attempt; `Plan()` where it does not say.
 
-    Taken over are window, history, floor, theta, and whether there is a guard.
+    Taken over are window, history, floor, theta, the unit, and whether there is a guard.
 
     >>> find_plan({"attempts": [{"plan": "Plan(groups=(), theta=4.5)"}]}).theta
     4.5
@@ -29,7 +29,7 @@ def find_plan(manifest: Mapping[str, Any]) -> Plan:
     guarded = "guard=Guard(" in said if isinstance(said, str) else said.get("guard")
     if isinstance(said, str):
         said = {name: ast.literal_eval(value) for name, value in re.findall(r"\b(\w+)=([\d.e+-]+)(?=[,)])", said)}
-    known = ("window", "min_history", "deviation_floor", "theta")
+    known = ("window", "min_history", "deviation_floor", "theta", "unit")
     taken = {name: said[name] for name in known if name in said}
     return dataclasses.replace(Plan(), guard=Guard() if guarded else None, **taken)
 

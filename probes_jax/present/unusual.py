@@ -140,7 +140,7 @@ def _monitor(run: History) -> Iterator[Unusual]:
     seen, reported = (_measured(run, f"sys/monitor/points_{word}")[1] for word in ("seen", "reported"))
     if seen.size and reported.size and reported[-1] < seen[-1]:
         counts = f"{reported[-1]:,.0f} of {seen[-1]:,.0f} reported"
-        yield Unusual("observed points that did not report", (), f"{counts}; report.coverage names them")
+        yield Unusual("observed points that did not report", (), f"{counts}; probes coverage names them")
 
 
 def _missing_steps(run: History) -> Iterator[Unusual]:

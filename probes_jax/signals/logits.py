@@ -20,9 +20,11 @@ def measure_logits(logits: jax.Array, weight: jax.Array | None, split: Split) ->
         split: How the mesh shards `logits`.
 
     Returns:
-        `extreme` rows over all logits, and `mean` rows of logsumexp over the valid positions.
+        `extreme` rows over all logits, and `mean` rows of logsumexp over the valid positions, where there are classes.
     """
     logits = jax.lax.stop_gradient(logits)
+    if not has_classes(logits.shape):
+        return {"logits": summarize_extreme(logits, split)}
     lse = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
     weight = jnp.ones(lse.shape, jnp.float32) if weight is None else weight.astype(jnp.float32)
     valid = (weight > 0).astype(jnp.float32)
@@ -33,6 +35,12 @@ def measure_logits(logits: jax.Array, weight: jax.Array | None, split: Split) ->
     return {"logits": summarize_extreme(logits, split), "logsumexp": Summary.of(sums, "mean", total.axes)}
 
 
+def has_classes(shape: tuple[int, ...]) -> bool:
+    """Whether the last axis of an output can be one of classes; that of a regression is not."""
+    return len(shape) > 1 and shape[-1] > 1
+
+
 def name_logits(rows: dict[str, Summary]) -> list[Measured]:
     """Report entries of the rows of `measure_logits`."""
-    return [measured("logits/{stat}", rows["logits"]), measured("logits/logsumexp", rows["logsumexp"])]
+    names = {"logits": "logits/{stat}", "logsumexp": "logits/logsumexp"}
+    return [measured(label, rows[name]) for name, label in names.items() if name in rows]

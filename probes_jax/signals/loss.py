@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from probes_jax.signals.measured import Measured, measured
 from probes_jax.stats.exact import encode_count
+from probes_jax.stats.explicit import of_this_device
 from probes_jax.stats.partial import Split, cut
 from probes_jax.stats.summary import Summary
 
@@ -71,16 +72,21 @@ def measure_loss(
     return rows
 
 
-def measure_scalar_loss(value: jax.Array) -> dict[str, Summary]:
-    """Rows of a loss given as one scalar: its mean over microbatches. Shards and groups are not known."""
+def measure_scalar_loss(value: jax.Array, axes: tuple[str, ...] = ()) -> dict[str, Summary]:
+    """Rows of a loss given as one scalar: its mean over microbatches. Shards and groups are not known.
+
+    Args:
+        value: The loss, 0-d.
+        axes: Under `shard_map`, the mesh axes over which devices have a loss each.
+    """
     value = jax.lax.stop_gradient(value).astype(jnp.float32)
-    return {"loss": _mean(value, jnp.ones_like(value), ())}
+    return {"loss": of_this_device(_mean(value, jnp.ones_like(value), ()), axes, value)}
 
 
-def measure_extra(value: jax.Array, weight: jax.Array) -> Summary:
-    """An optimized scalar beside the loss; microbatches count by their weight."""
+def measure_extra(value: jax.Array, weight: jax.Array, axes: tuple[str, ...] = ()) -> Summary:
+    """An optimized scalar beside the loss; microbatches, and devices under `shard_map`, count by their weight."""
     value = jax.lax.stop_gradient(value).astype(jnp.float32)
-    return _mean(jnp.where(weight != 0, value * weight, 0.0), weight, ())
+    return of_this_device(_mean(jnp.where(weight != 0, value * weight, 0.0), weight, ()), axes, value, weight)
 
 
 def name_loss(rows: dict[str, Summary], groups: tuple[str, ...]) -> list[Measured]:
@@ -88,7 +94,7 @@ def name_loss(rows: dict[str, Summary], groups: tuple[str, ...]) -> list[Measure
     out = [measured("loss/mean", rows["loss"])]
     if "tokens" in rows:
         out.append(measured("data/tokens", rows["tokens"]))
-        labels = tuple(f"loss/shard[{index}]" for index in range(rows["loss"].sums[..., 0].size))
+        labels = tuple(f"loss/shard[{index}]" for index in range(rows["loss"].row_count))
         out.append(measured(labels, rows["loss"], gather=True))
     if "group" in rows:
         names = (*groups, "other")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from probes_jax.signals.measured import Measured, measured
 from probes_jax.stats.explicit import summarize_where_it_lies
+from probes_jax.stats.manual import differing
 from probes_jax.stats.moments import summarize_magnitude, summarize_norm
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary
@@ -72,7 +73,7 @@ def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, 
     small: dict[Role, list[jax.Array]] = {}
     for key, info in infos.items():
         x = tensors[key]
-        if x.size < _SMALL and not any(info.split.dims):
+        if x.size < _SMALL and not info.split.axes and not differing(x):
             small.setdefault(info.role, []).append(x.astype(jnp.float32).reshape(-1))
         else:
             of_tensor = summarize_where_it_lies(summarize, info.split, x)

@@ -57,6 +57,8 @@ class Plan:
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the last axis of activations. A wrong guess costs a small collective,
             never a wrong number.
+        unit: What one element of `Loss.nll` is, in the singular: "token", "example", "pixel". Tables say it where
+            they give units; the names of metrics stay.
     """
 
     groups: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ class Plan:
     roles: tuple[tuple[str, str], ...] = ()
     token_axes: tuple[str, ...] | None = None
     feature_axes: tuple[str, ...] = ()
+    unit: str = "token"
 
     def __post_init__(self) -> None:
         for name in (
@@ -95,6 +98,8 @@ class Plan:
         for name in ("include", "exclude"):
             for text in getattr(self, name):
                 check.chosen(f"Plan {name}", text)
+        if not isinstance(self.unit, str) or not re.fullmatch(r"[a-z]+", self.unit):
+            raise ValueError(f'Plan unit must be one word such as "token" or "example", got {self.unit!r}')
         self._set("roles", check.roles("Plan roles", self.roles))
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise ValueError(f"Plan guard must be a Guard or None, got {self.guard!r}; write guard=Guard()")

@@ -1,4 +1,4 @@
-"""Summaries of arrays on any kind of mesh."""
+"""Summaries of arrays on any kind of mesh, and inside of `shard_map`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from probes_jax.stats.partial import Split
+from probes_jax.stats.manual import apart, manual_axes
+from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary, is_summary
 from probes_jax.stats.types import Dims, explicit_axes, stated
 
@@ -21,6 +22,8 @@ def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays
         split: The guess of how the mesh shards the first array. What its type states goes before the guess.
         arrays: Arrays or None, the one that is cut first.
     """
+    if manual_axes():
+        return of_this_device(summarize(*arrays, split=WHOLE), split.axes, *arrays)
     found = stated(arrays[0])
     if found is None:
         return summarize(*arrays, split=split)
@@ -35,6 +38,18 @@ def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays
         shapes = jax.eval_shape(run, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
         lies = jax.tree.map(lambda rows: row_specs(rows, known), shapes, is_leaf=is_summary)
         return jax.sharding.auto_axes(run, out_sharding=lies)(*arrays)
+
+
+def of_this_device(rows: Any, guess: tuple[str, ...], *values: Any) -> Any:
+    """Summaries as this device's rows, of as many as there are devices that differ; as they are outside of `shard_map`.
+
+    Args:
+        rows: Pytree of `Summary`, of what this device holds.
+        guess: Mesh axes over which the devices differ, for where types do not tell.
+        values: What was measured.
+    """
+    axes = apart(guess, *values)
+    return jax.tree.map(lambda summary: summary.over(axes), rows, is_leaf=is_summary)
 
 
 def _together(stated: Dims, guess: Dims, explicit: tuple[str, ...]) -> Dims:

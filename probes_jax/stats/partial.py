@@ -48,6 +48,11 @@ class Split:
         dims = tuple(tuple(axis for axis in group if axis in used) for group in dims)
         return cls(dims, tuple((axis, mesh_shape[axis]) for axis in used))
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that cut."""
+        return tuple(axis for group in self.dims for axis in group)
+
 
 WHOLE = Split()
 

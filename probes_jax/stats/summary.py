@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from probes_jax.spec.summary import KINDS, LIMBS, Reduce
 from probes_jax.stats.exact import normalize_count
+from probes_jax.stats.manual import manual_axes
 from probes_jax.stats.types import filled
 
 
@@ -59,6 +61,23 @@ class Summary:
 
     def _with(self, sums: jax.Array, maxima: jax.Array | None) -> Summary:
         return Summary(sums, maxima, self.kind, self.axes)
+
+    def over(self, axes: tuple[str, ...]) -> Summary:
+        """The same as this device's row of several, one for each device along these mesh axes (`shard_map`)."""
+
+        def row(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else x.reshape(*x.shape[:-1], *(1,) * len(axes), x.shape[-1])
+
+        sums = row(self.sums)
+        assert sums is not None
+        return Summary(sums, row(self.maxima), self.kind, (*self.axes, *axes))
+
+    @property
+    def row_count(self) -> int:
+        """Rows over all devices, of one layer."""
+        here = self.sums.shape[self.sums.ndim - 1 - len(self.axes) : -1]
+        sizes = manual_axes()
+        return math.prod(sizes.get(axis, length) for axis, length in zip(self.axes, here, strict=True))
 
     def merge(self, other: Summary) -> Summary:
         """The summary of both parts together. Associative and commutative.

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from probes_jax.stats.manual import differing, spread
+
 Dims = tuple[tuple[str, ...], ...]
 
 
@@ -46,7 +48,7 @@ def filled(like: Any, value: float) -> jax.Array:
     kind = like if isinstance(like, ShapedArray) else jax.typeof(like)
     sharding = getattr(kind, "sharding", None)
     if sharding is None or not explicit_axes(sharding.mesh):
-        return jnp.full(kind.shape, value, jnp.float32)
+        return spread(jnp.full(kind.shape, value, jnp.float32), differing(kind))
     with jax.sharding.use_abstract_mesh(sharding.mesh):  # the caller may have set none
         return jax.lax.full(kind.shape, value, jnp.float32, sharding=sharding)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from probes_jax.observe.binding import slots_like
 from probes_jax.observe.point import Point
+from probes_jax.stats.manual import add_up
 from probes_jax.stats.summary import Summary, is_summary
 from probes_jax.stats.types import filled, in_automatic_mode, types_of
 from probes_jax.step.loss_scale import unscale
@@ -87,12 +88,13 @@ def accumulate(
 
     Returns:
         The loss (float32, 0-d), its gradients in the parameters' dtype, and the merged parts. Without a valid token
-        loss and gradients are zero.
+        loss and gradients are zero. Under a `shard_map` of the user's, this device's share of the loss.
     """
     factor = jnp.float32(1.0) if scale is None else scale
 
     def mean(p: Any, taps: Any, s: Any, b: Any, k: Key) -> tuple[jax.Array, Part]:
         total, weight, part = objective(merge(p), s, b, k, notes, taps)
+        weight = add_up(weight, objective.partition.apart(total, weight))
         some = weight != 0  # a NaN among the weights is no empty batch
         return jnp.where(some, total / jnp.where(some, weight, 1.0), 0.0) * factor, part
 
@@ -135,8 +137,9 @@ def accumulate(
     ((total, gradients), taps, part), aux = jax.lax.scan(
         body, carry, (jnp.arange(microbatches, dtype=jnp.uint32), parts)
     )
-    some, factor = part.weight != 0, factor / (notes.tokens * microbatches)
-    divide = jnp.where(some, 1.0 / (jnp.where(some, part.weight, 1.0) * factor), 0.0)
+    weight = add_up(part.weight, objective.partition.apart(total, part.weight))
+    some, factor = weight != 0, factor / (notes.tokens * microbatches)
+    divide = jnp.where(some, 1.0 / (jnp.where(some, weight, 1.0) * factor), 0.0)
     gradients = jax.tree.map(lambda g, p: (g * divide).astype(p.dtype), gradients, params)
     part = dataclasses.replace(part, aux=aux)
     return total * divide, gradients, _with_backward(part, _backward(notes, taps), divide)
@@ -169,4 +172,4 @@ def _identity(tree: Any) -> Any:
 def _nothing(shape: Part, state: Any) -> Part:
     """The part of no microbatch: merging it changes nothing."""
     rows, points, extra = _identity(shape.rows), _identity(shape.points), _identity(shape.extra)
-    return Part(jnp.float32(0.0), rows, points, extra, state, None, shape.names)
+    return Part(filled(shape.weight, 0.0), rows, points, extra, state, None, shape.names)

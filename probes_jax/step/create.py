@@ -19,6 +19,7 @@ from probes_jax.observe.names import label_params
 from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.plan import Plan
 from probes_jax.step.loss_scale import LossScale
+from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
 from probes_jax.step.objective import Notes, Objective
 from probes_jax.step.partition import Partition
@@ -150,7 +151,7 @@ def describe(
     """
     key = jax.random.key(0) if key is None else key
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
-    frozen = _find_frozen(tx, core.params, runs)
+    called, frozen = _try_update(tx, core.params, runs)
     never, leaves = flatten(frozen), flatten(core.params)
     labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks, notes.axes)
     infos = {
@@ -169,7 +170,7 @@ def describe(
     missing |= {} if rate else {"opt/learning_rate": no_rate}
     return Settings(
         binding=binding,
-        tx=optax.with_extra_args_support(tx),
+        tx=called,
         loss_fn=loss_fn,
         plan=plan,
         partition=partition,
@@ -184,17 +185,23 @@ def describe(
     )
 
 
-def _find_frozen(tx: Any, params: Any, runs: bool) -> Any:
-    extra = {"value": jnp.float32(0.0)} if isinstance(tx, optax.GradientTransformationExtraArgs) else {}
+def _try_update(tx: Any, params: Any, runs: bool) -> tuple[optax.GradientTransformationExtraArgs, Any]:
+    """The optimizer as a step calls it, with the loss as `value=` if it can be, and which leaves it never moves."""
+    known = optax.with_extra_args_support(tx)
+    strict = optax.with_extra_args_support(optax.GradientTransformation(tx.init, tx.update))  # takes nothing more
     try:
-        return frozen_leaves(tx, params, **extra)
-    except TypeError as error:
-        if not runs:  # who calls it knows what it needs; nothing is known of frozen leaves
-            return jax.tree.map(lambda _: False, params)
-        raise TypeError(
-            f"tx cannot be called as tx.update(gradients, state, params, value=loss): {error}. An optimizer that needs "
-            "more (value_fn=) runs in a loop of your own, which pj.Monitor measures"
-        ) from error
+        return known, frozen_leaves(known, params, value=jnp.float32(0.0))
+    except Exception:  # foreign code: it may fail in any way
+        try:
+            return strict, frozen_leaves(strict, params)
+        except Exception as error:
+            if not runs:  # who calls it knows what it needs; nothing is known of frozen leaves
+                return known, jax.tree.map(lambda _: False, params)
+            raise TypeError(
+                f"tx cannot be called as tx.update(gradients, state, params, value=loss): {error}. An optimizer that "
+                "needs more (value_fn=, grad_fn=, parameters of its own kind) runs in a loop of your own, which "
+                "pj.Monitor measures"
+            ) from error
 
 
 def _trace_model(
@@ -207,5 +214,6 @@ def _trace_model(
     def trace(params: Any, frozen: Any, state: Any, batch: Any, key: jax.Array) -> Any:
         return objective(join(params, frozen), state, batch, key, notes)
 
-    jax.eval_shape(trace, core.params, core.frozen, core.model_state, batch, key)
+    args = (core.params, core.frozen, core.model_state, batch, key)
+    jax.eval_shape(under(partition, trace, args) if partition.manual else trace, *args)
     return notes

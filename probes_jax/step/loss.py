@@ -13,13 +13,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Per-token losses and what is needed to weigh and group them.
+    """A loss per token (or example, or pixel), and what is needed to weigh and group them.
 
     What is optimized is `sum(m * nll) / sum(m)` over all microbatches and shards, plus the scalars of `extra`
     (averaged over microbatches, weighted by their valid tokens). `aux` is not optimized.
 
     Attributes:
-        nll: Negative log-likelihood in nats, `[batch, length]` or `[batch]`.
+        nll: Negative log-likelihood in nats, or any other loss to be averaged: `[batch, length]`, `[batch]`, or with
+            more axes. One element is one token; `Plan.unit` says what else it is.
         mask: Mask or weights that broadcast to `nll`; None counts every token. Valid means weight > 0. A constant of
             the loss: no gradient flows through it.
         group: Integer id of the data source or modality, `[batch]` or the shape of `nll`; index of `Plan.groups`.
@@ -72,8 +73,12 @@ def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
             )
         return Tokens(loss, None, None, None, {}, None)
     nll = _array("nll", loss.nll)
-    if nll.ndim not in (1, 2) or not jnp.issubdtype(nll.dtype, jnp.floating):
-        raise ValueError(f"Loss nll must be float [batch, length] or [batch], got {nll.dtype}{list(nll.shape)}")
+    if nll.ndim == 0 or not jnp.issubdtype(nll.dtype, jnp.floating):
+        hint = "; a loss that is one number is returned as it is, without pj.Loss" if nll.ndim == 0 else ""
+        raise ValueError(
+            f"Loss nll must be float [batch, ...], one value per token or example, got {nll.dtype}{list(nll.shape)}"
+            + hint
+        )
     weight = jnp.ones(nll.shape, jnp.float32) if loss.mask is None else _fit("mask", loss.mask, nll)
     if not (
         jnp.issubdtype(weight.dtype, jnp.floating) or jnp.issubdtype(weight.dtype, jnp.integer) or weight.dtype == bool

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 from probes_jax.detect.guard import GuardState, count_outcome, decide
 from probes_jax.observe.clip import clip_threshold, clipped
 from probes_jax.observe.held_back import held_back
-from probes_jax.observe.learning_rate import learning_rate
+from probes_jax.observe.learning_rate import learning_rates
+from probes_jax.observe.roles import role_of
 from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
 from probes_jax.signals.measured import Measured, measured
 from probes_jax.signals.parameters import measure_gradients, measure_norms, subtract
+from probes_jax.spec.coverage import Coverage, SeenPoint
 from probes_jax.step.loss_scale import update_loss_scale
 from probes_jax.step.monitor import MonitorState
 from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Counters, Scalars, pack_report
 from probes_jax.step.reduce import reduce_measured
-from probes_jax.step.report import Coverage, Report
+from probes_jax.step.report import Report
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
@@ -124,12 +126,12 @@ def finish(
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
-    coverage = _coverage(notes, part)
+    coverage = _coverage(settings, notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)
         scalars["sys/monitor/points_reported"] = (jnp.float32(len(coverage.reported)), True)
     buffer, layout = pack_report(reduced, scalars, counters, step)
-    if mesh is not None:
+    if mesh is not None and not settings.partition.manual:
         buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
     return monitor, Report(buffer, layout, coverage, part.aux, settings.plan.fingerprint)
 
@@ -153,12 +155,29 @@ def _watch_loss_scale(
 
 
 def _watch_optimizer(settings: Settings, before: Any, after: Any, skip: jax.Array | None, scalars: Scalars) -> None:
-    rate = learning_rate(before, after)
-    if rate is not None:  # a skipped update used no rate
-        scalars["opt/learning_rate"] = (rate.value, rate.fresh if skip is None else rate.fresh & ~skip)
+    for label, rate in learning_rates(before, after).items():  # a skipped update used no rate
+        name = f"opt/learning_rate/{label}" if label else "opt/learning_rate"
+        scalars[name] = (rate.value, rate.fresh if skip is None else rate.fresh & ~skip)
     if settings.clip is not None:
         scalars["grad/clip_threshold"] = (clip_threshold(settings.clip, before), True)
 
 
-def _coverage(notes: Notes, part: Part) -> Coverage:
-    return Coverage(tuple(map(str, notes.seen)), tuple(map(str, part.names)), tuple(sorted(notes.missing.items())))
+def _coverage(settings: Settings, notes: Notes, part: Part) -> Coverage:
+    layers = {str(point): rows.stack_shape() for point, rows in zip(part.names, part.points, strict=True)}
+    gradients = set(map(str, part.gradient_names))
+    points = tuple(
+        SeenPoint(
+            name=str(point),
+            role=role_of(point, settings.plan.roles),
+            class_name=point.class_name,
+            method=point.method,
+            call=point.call,
+            shape=point.shape,
+            layers=layers.get(str(point), ()),
+            through=point.through,
+            reported=str(point) in layers,
+            gradient=str(point) in gradients,
+        )
+        for point in notes.seen
+    )
+    return Coverage(points, tuple(sorted(notes.missing.items())))

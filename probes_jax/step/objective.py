@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from probes_jax.observe.named import LossObserver, observing
-from probes_jax.observe.point import Point
+from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.roles import role_of
-from probes_jax.signals.logits import measure_logits
+from probes_jax.signals.logits import has_classes, measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
 from probes_jax.spec.plan import Plan
 from probes_jax.stats.explicit import summarize_where_it_lies
@@ -127,7 +127,7 @@ class Objective:
         notes.tokens = max(tokens.nll.size, 1)
         notes.seen = tuple(point for point in (*captured.seen, *result.seen) if self._is_wanted(point))
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
-        notes.backward = lambda found: self._wanted({**captured.backward(found[0]), **own.backward(found[1])})
+        notes.backward = lambda found: self._tapped({**captured.backward(found[0]), **own.backward(found[1])})
         missing = self._wanted({**captured.missing, **result.missing})
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
@@ -159,6 +159,9 @@ class Objective:
         """Without those that the plan excludes; what nobody reads is not computed."""
         return {point: value for point, value in points.items() if self._is_wanted(point)}
 
+    def _tapped(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
+        return {point: value for point, value in self._wanted(points).items() if point.method != INPUT}
+
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
         def measure(x: jax.Array) -> Summary:
             split = self.partition.activation(x.shape, batch)
@@ -182,13 +185,13 @@ class Objective:
     ) -> tuple[dict[str, Summary], dict[str, Summary]]:
         split = self.partition.tokens(tokens.nll.shape)
         if tokens.weight is None:
-            rows = measure_scalar_loss(tokens.nll)
+            rows = measure_scalar_loss(tokens.nll, split.axes)
         else:
             rows = summarize_where_it_lies(
                 functools.partial(measure_loss, groups=self.plan.groups), split, tokens.nll, tokens.weight, tokens.group
             )
-            uncut = {axis for group in split.dims for axis in group} - set(rows["loss"].axes)
-            if uncut:
+            uncut = set(split.axes) - set(rows["loss"].axes)
+            if uncut and not self.partition.manual:
                 notes.missing["loss/shard"] = (
                     f"tokens of shape {tokens.nll.shape} do not divide over the mesh axes {sorted(uncut)}; use fewer "
                     "microbatches, or more examples"
@@ -197,7 +200,9 @@ class Objective:
         if logits is None:
             notes.missing["logits"] = reason
         else:
+            if not has_classes(logits.shape):
+                notes.missing["logits/logsumexp"] = f"the model's output {list(logits.shape)} has no axis of classes"
             fits = tokens.weight is not None and logits.shape[:-1] == tokens.nll.shape
             leading = self.partition.activation(logits.shape, tokens.nll.shape[0] if tokens.nll.ndim else -1)
             rows |= summarize_where_it_lies(measure_logits, leading, logits, tokens.weight if fits else None)
-        return rows, {name: measure_extra(value, weight) for name, value in tokens.extra.items()}
+        return rows, {name: measure_extra(value, weight, split.axes) for name, value in tokens.extra.items()}

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 
 from probes_jax.observe.wrap import wrap
 from probes_jax.signals.loss import measure_scalar_loss
+from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
+from probes_jax.stats.manual import add_up
 from probes_jax.step.accumulate import accumulate, check_batch
 from probes_jax.step.create import describe
+from probes_jax.step.manual import check_place, check_shards, of_all_devices
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
 from probes_jax.step.objective import Notes, Objective, Part
@@ -62,6 +65,7 @@ class Monitor:
         loss_fn: Any = None,
         batch: Any = None,
         model_state: Any = None,
+        axis_names: tuple[str, ...] = (),
     ) -> Monitor:
         """Works out what is measured.
 
@@ -73,13 +77,15 @@ class Monitor:
             loss_fn: `loss_fn(model, batch, rngs)` returning `pj.Loss` or a float scalar.
             batch: An example batch.
             model_state: Everything else that the model carries, `{}` by default.
+            axis_names: Mesh axes of the `jax.shard_map` or `jax.pmap` inside of which the step calls this monitor.
         """
         plan = Plan() if plan is None else plan
+        axis_names = check.names("axis_names", axis_names)
         if (model is None) != (loss_fn is None) or (model is None) != (batch is None):
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
-        partition = find_partition(plan, batch, find_mesh(batch, params))
+        partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)
         opt_state = jax.eval_shape(tx.init, params)
         core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, init_monitor(plan, None))
         binding = None if model is None else wrap(model)
@@ -93,6 +99,7 @@ class Monitor:
         """The mean loss, to differentiate with `has_aux=True`, and what the forward pass measured.
 
         For a loop that has other terms to add before it differentiates. `value_and_grad` does more for less.
+        Under `shard_map` or `pmap` it is the mean over all devices; average the gradients with `jax.lax.pmean`.
 
         Args:
             params: Parameters, as given to `create`.
@@ -106,7 +113,9 @@ class Monitor:
         """
         objective = self._objective(scan)
         total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
-        return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0), part
+        axes = self.settings.partition.apart(total, weight)
+        weight = add_up(weight, axes)
+        return add_up(jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0), axes), part
 
     def value_and_grad(
         self,
@@ -119,6 +128,9 @@ class Monitor:
         microbatches: int = 1,
     ) -> tuple[tuple[jax.Array, Part], Any]:
         """The mean loss with what was measured on the way there and back, and its gradients.
+
+        Under `shard_map` or `pmap` both are those of all devices together, by their valid tokens: nothing is left to
+        average.
 
         Args:
             params: Parameters, as given to `create`.
@@ -137,9 +149,11 @@ class Monitor:
         loss, gradients, part = accumulate(
             objective, params, lambda params: params, state, batch, key, None, microbatches, Notes()
         )
-        return (loss, part), gradients
+        partition, infos = self.settings.partition, self.settings.infos
+        return (add_up(loss, partition.apart(loss)), part), of_all_devices(gradients, partition.apart(), infos)
 
     def _objective(self, scan: bool) -> Objective:
+        check_place(self.settings.partition.manual)
         s, on = self.settings, enabled()
         if s.binding is None:
             raise ValueError("Monitor.loss needs a model: Monitor.create(model=..., loss_fn=..., batch=...)")
@@ -162,9 +176,12 @@ class Monitor:
             new_opt_state: Optimizer state after it.
 
         Returns:
-            The monitor for the next step, and the report to hand to `Recorder.record`.
+            The monitor for the next step, and the report to hand to `Recorder.record`. Under `shard_map` both are
+            the same on all devices.
         """
-        part = loss if isinstance(loss, Part) else _part_of_scalar(loss)
+        check_place(self.settings.partition.manual)
+        check_shards(params, gradients, self.settings.infos)
+        part = loss if isinstance(loss, Part) else _part_of_scalar(loss, self.settings.partition.manual)
         if not enabled():
             return self, Report(jnp.zeros((0,), jnp.uint32), EMPTY, aux=part.aux)
         before = Core(params, {}, None, opt_state, None, self.state)
@@ -195,6 +212,6 @@ class Monitor:
         return dataclasses.replace(self, state=state), dataclasses.replace(shape, buffer=buffer, aux=part.aux)
 
 
-def _part_of_scalar(loss: jax.Array) -> Part:
-    rows = measure_scalar_loss(jnp.asarray(loss))
+def _part_of_scalar(loss: jax.Array, axes: tuple[str, ...]) -> Part:
+    rows = measure_scalar_loss(jnp.asarray(loss), axes)
     return Part(jnp.float32(1.0), rows, (), {}, None, None, ())

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from probes_jax.spec.plan import Plan
+from probes_jax.stats.manual import apart
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.types import Dims, spec_dims
 
@@ -20,20 +21,30 @@ def find_mesh(*trees: Any) -> Mesh | None:
     """The mesh of the first array or sharding in the trees that has one with more than one device.
 
     Raises:
-        ValueError: Two different meshes are in use.
+        ValueError: Two different meshes are in use, or this is inside of a JAX transform.
     """
     found: list[Mesh] = []
     for leaf in jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, NamedSharding)):
         sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             found.append(sharding.mesh)
-    current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    current = _current_mesh()
     if isinstance(current, Mesh) and not current.empty:
         found.append(current)
     meshes = list(dict.fromkeys(mesh for mesh in found if mesh.size > 1))
     if len(meshes) > 1:
         raise ValueError(f"batch and shardings use different meshes ({meshes[0]}, {meshes[1]}); use one mesh for both")
     return meshes[0] if meshes else None
+
+
+def _current_mesh() -> Any:
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError as error:
+        raise ValueError(
+            "TrainState.create and Monitor.create are called outside of jax.jit, vmap and shard_map; for a population "
+            "make a state for every seed and stack them (docs/own_loop.md)"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +56,14 @@ class Partition:
         token_axes: For each leading dimension of a token array, the mesh axes that shard it.
         feature_axes: Mesh axes that shard the last axis of activations.
         device: Where everything is without a mesh; None: the default device.
+        manual: Axes of the `shard_map` or `pmap` of the user's that the step is under.
     """
 
     mesh: Mesh | None = None
     token_axes: Dims = ()
     feature_axes: tuple[str, ...] = ()
     device: Any = None
+    manual: tuple[str, ...] = ()
 
     def everywhere(self) -> Sharding:
         """Replicated over the mesh, or on the one device."""
@@ -60,7 +73,9 @@ class Partition:
 
     @property
     def shards(self) -> int:
-        """Number of token shards."""
+        """Number of token shards that one program sees."""
+        if self.manual:
+            return 1
         return math.prod(self.mesh.shape[axis] for group in self.token_axes for axis in group) if self.mesh else 1
 
     @contextlib.contextmanager
@@ -77,15 +92,27 @@ class Partition:
                 )
             raise
 
+    def apart(self, *values: Any) -> tuple[str, ...]:
+        """Under the user's `shard_map`, the axes over which devices hold tokens of their own; else none."""
+        return apart(self._tokens.axes, *values)
+
+    @property
+    def _tokens(self) -> Split:
+        return Split(self.token_axes)
+
     def _split(self, dims: Dims) -> Split:
         return WHOLE if self.mesh is None else Split.of(dims, self.mesh.shape)
 
     def tokens(self, shape: tuple[int, ...]) -> Split:
         """Split of a token array `[batch, ...]`."""
+        if self.manual:
+            return self._tokens
         return self._split(self.token_axes[: len(shape)])
 
     def activation(self, shape: tuple[int, ...], batch: int) -> Split:
         """Split of an activation. Only an array whose first axis is the batch is taken to be sharded by tokens."""
+        if self.manual:
+            return self._tokens
         if self.mesh is None or not shape or shape[0] != batch:
             return WHOLE
         dims = list(self.token_axes[: len(shape)])
@@ -110,12 +137,28 @@ def _home(batch: Any) -> Any:
     return None
 
 
-def find_partition(plan: Plan, batch: Any, mesh: Mesh | None) -> Partition:
+def find_partition(plan: Plan, batch: Any, mesh: Mesh | None, manual: tuple[str, ...] = ()) -> Partition:
     """Which mesh axes shard tokens: the plan's word, else the sharding of the example batch.
 
+    Args:
+        plan: What the user says.
+        batch: An example batch.
+        mesh: From `find_mesh`.
+        manual: Axes of the `shard_map` or `pmap` that the step is under: unless said, all of them shard tokens.
+
     Raises:
-        ValueError: The plan names an axis that the mesh does not have.
+        ValueError: The plan or `manual` names an axis that the mesh does not have.
     """
+    for axis in manual:
+        if mesh is not None and axis not in mesh.shape:
+            raise ValueError(f"axis_names names the mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
+    if manual and plan.token_axes is None:
+        return Partition(mesh, (manual,), device=_home(batch), manual=manual)
+    if manual:
+        absent = [axis for axis in plan.token_axes or () if axis not in manual]
+        if absent:
+            raise ValueError(f"Plan token_axes names {absent[0]!r}, which is not among axis_names={manual}")
+        return Partition(mesh, (plan.token_axes or (),), device=_home(batch), manual=manual)
     if mesh is None:
         if plan.token_axes:
             raise ValueError(

@@ -15,6 +15,7 @@ from probes_jax.signals.measured import Measured
 from probes_jax.spec.layout import HEADER, Layout
 from probes_jax.spec.summary import KINDS, Reduce
 from probes_jax.stats.explicit import row_specs
+from probes_jax.stats.manual import manual_axes, spread
 from probes_jax.stats.summary import Summary, is_summary
 
 _IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: -jnp.inf}
@@ -77,7 +78,8 @@ def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, 
     """Merges every entry over all devices.
 
     Values replicated over a mesh axis are counted on one device of that axis only. On a mesh this costs one psum and
-    one pmax, whatever is measured; without a mesh nothing.
+    one pmax, whatever is measured; without a mesh nothing. Under a `shard_map` of the caller's it goes over that one's
+    axes, in place.
 
     Args:
         items: What was measured, as partial rows.
@@ -86,20 +88,21 @@ def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, 
         maxima: False leaves the pmax out (for what must be known before the update).
     """
     layout = Layout(program, tuple(item.entry for item in items))
-    sizes = dict(mesh.shape) if mesh is not None else {}
+    manual = manual_axes()
+    sizes = manual or (dict(mesh.shape) if mesh is not None else {})
+    names = tuple(sizes)
 
     def local(parts: list[tuple[Summary, ...]]) -> tuple[jax.Array, jax.Array]:
         here = [dataclasses.replace(item, parts=found) for item, found in zip(items, parts, strict=True)]
         sums = _pack(here, Reduce.SUM, sizes)
         highest = _pack(here, Reduce.MAX, sizes) if maxima else jnp.zeros((0,), jnp.float32)
-        if mesh is not None:
-            names = tuple(sizes)
-            sums = jax.lax.psum(sums, names)
-            highest = jax.lax.pmax(highest, names) if highest.size else highest
+        if names:
+            sums = jax.lax.psum(spread(sums, names), names)
+            highest = jax.lax.pmax(spread(highest, names), names) if highest.size else highest
         return sums, highest
 
     parts = [item.parts for item in items]
-    if mesh is None:
+    if mesh is None or manual:
         return Reduced(layout, *local(parts))
     specs = jax.tree.map(row_specs, parts, is_leaf=is_summary)
     whole = PartitionSpec()

@@ -9,29 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
 from probes_jax.spec.readings import Readings, decoder_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Coverage:
-    """Which observed points reported, and why the others did not.
-
-    Attributes:
-        seen: Points that the trace of the step came across.
-        reported: Points whose statistics came back.
-        missing: (point or metric, reason and the line that mends it).
-    """
-
-    seen: tuple[str, ...] = ()
-    reported: tuple[str, ...] = ()
-    missing: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.reported)} of {len(self.seen)} observed points reported"]
-        if not self.seen:
-            lines = ["activations are observed by the full program only, every Plan.scan_every steps"]
-        return "\n".join(lines + [f"  missing {name}: {reason}" for name, reason in self.missing])
 
 
 @functools.partial(
@@ -51,7 +31,7 @@ class Report:
 
     buffer: jax.Array
     layout: Layout
-    coverage: Coverage = Coverage()
+    coverage: Coverage = dataclasses.field(default_factory=Coverage)
     aux: Any = None
     plan: str = ""
 

@@ -92,7 +92,11 @@ class TrainState:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a pj.Plan, got {type(plan).__name__}")
         if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
-            raise TypeError(f"tx must be an optimizer such as optax.adam(1e-3) or pj.chain(...), got {tx!r}")
+            raise TypeError(
+                f"tx must be an optimizer such as optax.adam(1e-3) or pj.chain(...), got {tx!r}; several are made one "
+                "optimizer by optax.partition({label: optimizer}, labels), and models that are trained apart take a "
+                "loop with a pj.Monitor each"
+            )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function (model, batch, rngs) -> pj.Loss, got {loss_fn!r}")
         check.flag("donate", donate)

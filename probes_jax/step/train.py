@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from probes_jax.stats.manual import manual_axes
 from probes_jax.step.pack import widen
 from probes_jax.step.program import enabled, step_program
 from probes_jax.step.report import Report
@@ -56,10 +57,17 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
         The state after the step, and the report.
 
     Raises:
-        ValueError: The batch is empty, ragged, or does not divide into the microbatches.
+        ValueError: The batch is empty, ragged, or does not divide into the microbatches; or this is called inside of
+            `jax.shard_map` or `jax.pmap`.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
+    if manual_axes():
+        raise ValueError(
+            f"monitored_train_step is called inside of shard_map or pmap over {tuple(manual_axes())}, but it shards by "
+            "itself: call it outside, with a sharded batch; or keep your step and measure it with "
+            f"pj.Monitor.create(axis_names={tuple(manual_axes())}, ...)"
+        )
     if isinstance(state.step, Tracer):
         return _traced(state, batch)
     if isinstance(state.key, jax.Array) and state.key.is_deleted():

@@ -8,7 +8,7 @@ from tests.contracts.source import PACKAGE, ROOT, sources
 
 TESTS = ROOT / "tests"
 # Folders that test something other than one package: rules over the whole, and the programs beside the package.
-ACROSS = {"contracts", "examples", "benchmarks"}
+ACROSS = {"contracts", "examples", "benchmarks", "models"}
 LONGEST = 400
 
 

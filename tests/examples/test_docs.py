@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -14,12 +15,14 @@ import textwrap
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import probes_jax as pj
 from tests.contracts.source import ROOT
-from tests.step.small import Model, loss_fn, make_batch, make_state, make_tx
+from tests.step.small import Model, loss_fn, make_batch, make_state, make_tx, plain_loss
 
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "metrics.md")]
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -138,6 +141,73 @@ def test_the_lines_for_batch_statistics_run(tmp_path, monkeypatch):
     names = run(fenced("docs/own_loop.md")[1], names, tmp_path, monkeypatch)
     before, after = variables["batch_stats"]["norm"]["var"], names["model_state"]["batch_stats"]["norm"]["var"]
     assert not jnp.array_equal(before, after)
+
+
+def test_the_lines_for_shard_map_run(tmp_path, monkeypatch):
+    names = context(P=PartitionSpec, batch=make_batch(), plan=pj.Plan(groups=GROUPS))
+    names["mesh"] = Mesh(np.array(jax.devices()[:4]), ("data",))
+    names = run(fenced("docs/own_loop.md")[2], names, tmp_path, monkeypatch)
+    assert names["report"].scalars()["data/tokens"] == make_batch()["mask"].sum()
+
+
+def test_the_diff_for_shard_map_is_two_steps_that_train_alike():
+    """The lines before and after, put together and run."""
+    blocks = re.findall(
+        r"^```diff\n(.*?)^```$", (ROOT / "docs/own_loop.md").read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    (diff,) = [block for block in blocks if "shard_map" in block]
+    found = []
+    for sign in "-+":
+        code = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (" ", sign) and line != " ...")
+        names = context(P=PartitionSpec, local_loss=lambda params, batch: plain_loss(params, batch)[0])
+        names["mesh"] = Mesh(np.array(jax.devices()[:4]), ("data",))
+        exec(compile(code, "<docs>", "exec"), names)
+        state = [names["params"], names["opt_state"], *([names["monitor"]] if sign == "+" else [])]
+        found.append(names["train_step"](*jax.tree.map(np.asarray, state), make_batch()))
+    (before, _, loss), (after, _, _, report) = found
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert report.scalars()["loss/mean"] == pytest.approx(float(loss))
+
+
+def test_the_lines_for_several_optimizers_run(tmp_path, monkeypatch):
+    blocks = fenced("docs/own_loop.md")
+    names = run(blocks[3], context(), tmp_path, monkeypatch)
+    made = make_state(tx=names["tx"])
+    assert "grad/clip_rate" not in made.settings.missing
+    pair = {"g": {"w": jnp.ones(2)}, "d": {"w": jnp.ones(2)}, "tx_g": optax.sgd(0.1), "tx_d": optax.sgd(0.2)}
+    pair |= {"opt_g": pair["tx_g"].init(pair["g"]), "opt_d": pair["tx_d"].init(pair["d"]), "batches": range(2)}
+    for name in ("generator_loss", "discriminator_loss"):
+        pair[name] = lambda mine, other, batch: jnp.sum(mine["w"] * other["w"])
+    run(blocks[4], context(**pair), tmp_path, monkeypatch)
+    for name, size in (("generator", 0.1), ("discriminator", 0.2)):
+        steps, values, _ = pj.open_run(tmp_path / "runs" / "gan" / name).series("update/norm")
+        assert steps.tolist() == [0, 1] and values[0] == pytest.approx(size * 2**0.5)
+
+
+def test_the_lines_for_a_population_run(tmp_path, monkeypatch):
+    names = context(dataclasses=dataclasses, jnp=jnp, batch=make_batch(), loss_fn=ungrouped)
+    names = run(fenced("docs/own_loop.md")[5], names, tmp_path, monkeypatch)
+    losses = [report.scalars()["loss/mean"] for report in names["of_seed"]]
+    assert len(set(losses)) == 3
+
+
+def ungrouped(model, batch, rngs):
+    return dataclasses.replace(loss_fn(model, batch, rngs), group=None)
+
+
+def test_the_classifier_of_images_learns(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "vision.py", "60"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nat/example" in done.stdout and "loss/group/noisy/mean" in done.stdout
+    steps, loss, _ = pj.open_run(tmp_path / "runs" / "vision").series("loss/group/clean/mean")
+    assert steps.size == 60 and loss[-1] < loss[0] - 1.0
+    assert pj.open_run(tmp_path / "runs" / "vision").series("data/tokens")[1].tolist() == [64.0] * 60
 
 
 @pytest.mark.timeout(400)

@@ -51,8 +51,13 @@ def test_what_cannot_be_seen_is_said_once_with_the_line_that_mends_it(said):
 
 
 def test_a_long_list_is_cut_and_counted(said):
-    record([report(0, FULL, tuple((f"layer[{i}]", "lost") for i in range(20)))])
-    assert "and 12 more, which report.coverage names" in said()[0]
+    record([report(0, FULL, tuple((f"layer{i}", "lost") for i in range(20)))])
+    assert "and 12 more, in report.coverage.missing" in said()[0]
+
+
+def test_layers_that_are_missing_for_one_reason_share_a_line(said):
+    record([report(0, FULL, tuple((f"layer[{i}]/mlp", "lost") for i in range(20)))])
+    assert said()[0].splitlines()[1:] == ["  missing layer[0..19]/mlp: lost"]
 
 
 def test_nothing_missing_says_nothing(said):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from probes_jax.observe.chain import chain
-from probes_jax.observe.learning_rate import find_learning_rate, learning_rate
+from probes_jax.observe.learning_rate import find_learning_rate, learning_rates
 
 WARM_UP = optax.linear_schedule(0.0, 0.2, 2)
 PARAMS = {"a": jnp.ones((3,)), "b": jnp.ones((2,))}
@@ -65,7 +65,7 @@ def test_multi_steps_applies_at_its_boundaries(inner):
     state, seen, update = tx.init(PARAMS), [], jax.jit(tx.update)
     for _ in range(6):
         _, after = update(PARAMS, state, PARAMS)
-        rate = learning_rate(state, after)
+        rate = learning_rates(state, after)[""]
         seen.append((bool(rate.fresh), round(float(rate.value), 6) if rate.fresh else None))
         state = after
     assert seen == [(False, None), (True, 0.0), (False, None), (True, 0.1), (False, None), (True, 0.2)]
@@ -75,7 +75,7 @@ def test_a_dropped_update_uses_no_rate():
     tx = optax.apply_if_finite(ours(), 5)
     before = tx.init(PARAMS)
     _, after = tx.update(jax.tree.map(lambda p: p * jnp.nan, PARAMS), before, PARAMS)
-    assert not learning_rate(before, after).fresh
+    assert not learning_rates(before, after)[""].fresh
 
 
 def test_several_rates_read_as_the_largest():
@@ -86,7 +86,22 @@ def test_several_rates_read_as_the_largest():
     _, after = tx.update(PARAMS, before, PARAMS)
     probe, _ = find_learning_rate(before)
     assert len(probe.paths) == 2
-    assert float(learning_rate(before, after).value) == 2.0
+    found = {label: float(rate.value) for label, rate in learning_rates(before, after).items()}
+    assert found == {"": 2.0, "x": 0.5, "y": 2.0}
+
+
+def test_rates_without_a_label_are_numbered_and_no_label_breaks_a_name():
+    def of(name):
+        return {key: key == name for key in PARAMS}
+
+    beside = optax.chain(*(optax.masked(chain(("lr", optax.scale(x))), of(n)) for n, x in (("a", 0.5), ("b", 2.0))))
+    labelled = optax.multi_transform(
+        {"the x/y": chain(("lr", optax.scale(0.5))), "1": chain(("lr", optax.scale(2.0)))}, {"a": "the x/y", "b": "1"}
+    )
+    for tx, wanted in ((beside, {"0": 0.5, "1": 2.0}), (labelled, {"the_x_y": 0.5, "1": 2.0})):
+        before = tx.init(PARAMS)
+        found = learning_rates(before, tx.update(PARAMS, before, PARAMS)[1])
+        assert {label: float(rate.value) for label, rate in found.items() if label} == wanted
 
 
 def test_scan_and_bf16_hyperparameters():
@@ -94,7 +109,7 @@ def test_scan_and_bf16_hyperparameters():
 
     def body(state, _):
         _, after = tx.update(PARAMS, state, PARAMS)
-        return after, learning_rate(state, after)
+        return after, learning_rates(state, after)[""]
 
     _, rates = jax.lax.scan(body, tx.init(PARAMS), None, length=3)
     assert rates.value.dtype == jnp.float32
@@ -116,7 +131,7 @@ def test_absent_with_a_reason_that_says_what_to_do(tx):
     probe, reason = find_learning_rate(state)
     assert probe is None
     assert "pj.chain" in reason
-    assert learning_rate(state, tx.update(PARAMS, state, PARAMS)[1]) is None
+    assert learning_rates(state, tx.update(PARAMS, state, PARAMS)[1]) == {}
 
 
 def test_another_state_is_refused():

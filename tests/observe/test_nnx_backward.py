@@ -12,7 +12,7 @@ from probes_jax.observe.rngs import Rngs
 from tests.observe.evaluate import KEY, assert_rows, assert_same, backward_rows, evaluate, start
 from tests.observe.nnx_models import Block, Decoder
 from tests.observe.test_nnx import TOKENS, Linears, X, mean_output
-from tests.observe.test_nnx_remat import Cell, Stacked, StrictFilters
+from tests.observe.test_nnx_remat import Stacked
 
 
 def decoder_perturbed(model, tokens):
@@ -84,15 +84,6 @@ def test_repeated_calls_and_outputs_of_any_kind():
     assert_same((loss, grads), (observed.loss, observed.grads))
     for name, row in rows.items():
         assert row["count"] in (0, observed.rows[name]["count"]), name
-
-
-@pytest.mark.parametrize("model", [StrictFilters, Cell])
-def test_a_transform_that_takes_no_slot_has_no_tap_either(model):
-    binding, parts = start(model(nnx.Rngs(0)), mean_output, X)
-    observed = evaluate(binding, mean_output, X, parts)
-    loss, grads, rows = backward_rows(binding, mean_output, X, parts)
-    assert rows.keys() == observed.rows.keys()
-    assert_same((loss, grads), (observed.loss, observed.grads))
 
 
 def test_no_gradient_path_is_absent_and_the_module_keeps_no_tap():

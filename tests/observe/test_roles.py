@@ -37,6 +37,21 @@ CASES = [
     ("block/moe/router", "Dense", "router"),
     ("block/experts", "Experts", "expert_output"),
     ("block/Dropout_0", "Dropout", "other"),
+    # of published models: the class has the last word where the name misleads
+    ("layers/3/attention_norm", "RMSNorm", "norm"),
+    ("layers/3/ffn_norm", "RMSNorm", "norm"),
+    ("layers/3/self_attn_layer_norm", "LayerNorm", "norm"),
+    ("encoder/layernorm_embedding", "LayerNorm", "norm"),
+    ("layers/3/attn/_query_norm", "RMSNorm", "normalized_query"),
+    ("layers/3/attn/attn_dropout", "Dropout", "other"),
+    ("layers/3/self_attn/rotary_emb", "LlamaRotaryEmbedding", "other"),
+    ("layers/3/encoder_attn/out_proj", "Dense", "attention_output"),
+    ("layers/3/fc1", "Dense", "feed_forward"),
+    ("layer/3/intermediate/dense", "Dense", "feed_forward"),
+    ("layers/3/mlp", "MoELayer", "expert_output"),
+    ("layers/3/block_sparse_moe", "MixtralSparseMoeBlock", "expert_output"),
+    ("layers/3", "PreNormBlock", "residual"),
+    ("classifier", "Dense", "logits"),
     ("", "Model", "logits"),
 ]
 
@@ -50,6 +65,9 @@ def test_known_names(path, class_name, role):
 
 def test_an_embedding_used_as_the_output_layer():
     assert role_of(Point(("embed",), "Embed", "attend")) == "logits"
+    assert role_of(Point(("embedder",), "Embedder", "decode")) == "logits"
+    assert role_of(Point(("embedder",), "Embedder", "encode")) == "embedding"
+    assert role_of(Point(("vae",), "VAE", "decode")) == "other"
 
 
 def test_the_caller_s_map_goes_first_and_its_first_pair_wins():

@@ -62,7 +62,7 @@ def test_a_quiet_run_has_nothing_unusual():
         ({"sys/monitor/failed": [0.0, 0.0, 2.0]}, "failed writes at step 2 (2 in all; the log says which and why)"),
         (
             {"sys/monitor/points_reported": [7.0]},
-            "observed points that did not report (7 of 9 reported; report.coverage names them)",
+            "observed points that did not report (7 of 9 reported; probes coverage names them)",
         ),
         ({"loss/mean": ([0, 1, 5], [2.0, 2.0, 2.0])}, "no record at steps 2-4"),
     ],

@@ -1,0 +1,183 @@
+"""What of a model is seen and what is not: a row for every point, and a reason for everything that is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from probes_jax.spec.fold_names import Folded, fold_names
+
+_LAYER = "[*]"  # stands for a layer number in the name of a point of a scanned layer
+_MOST = 8  # lines of what is missing, where it is printed
+HEADINGS = ("point", "layers", "role", "class", "shape", "out of", "measured")
+LIGHT_ONLY = "activations are observed by the full program only, every Plan.scan_every steps"
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenPoint:
+    """A float output of one call of one method of one module, as the trace of the step came across it.
+
+    Attributes:
+        name: Its name in metrics, with `[*]` for the number of a scanned layer.
+        role: What it is in the model, such as `query`.
+        class_name: Class of the module.
+        method: Name of the method.
+        call: 0-based number of this call of this method of this module within a step.
+        shape: Shape of the value, in one iteration where it is inside a scan.
+        layers: Length of each axis of scanned layers, the outermost first; each layer has values of its own.
+        through: Transforms that the value comes out of, the outermost first.
+        reported: Whether its values come back.
+        gradient: Whether the gradient that comes back to it is measured, too.
+    """
+
+    name: str
+    role: str = "other"
+    class_name: str = ""
+    method: str = "__call__"
+    call: int = 0
+    shape: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+    through: tuple[str, ...] = ()
+    reported: bool = False
+    gradient: bool = False
+
+    def labels(self) -> list[str]:
+        """Its name in every layer.
+
+        >>> SeenPoint("blocks[*]/mlp", layers=(2,)).labels()
+        ['blocks[0]/mlp', 'blocks[1]/mlp']
+        """
+        labels = []
+        for index in itertools.product(*(range(length) for length in self.layers)):
+            name = self.name
+            for number in index:
+                name = name.replace(_LAYER, f"[{number}]", 1) if _LAYER in name else f"{name}[{number}]"
+            labels.append(name)
+        return labels
+
+    @property
+    def measured(self) -> str:
+        """How much of it is measured, in words."""
+        return ("there and back" if self.gradient else "forward") if self.reported else "missing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """Which points of a model were seen, which of them report, and why the others do not. Static, and hashable.
+
+    `print` is short; a notebook shows the table; `pandas.DataFrame(list(coverage.points))` has every row.
+
+    Attributes:
+        points: Every point that the trace of the step came across, in forward order. Empty for a program that
+            observes no activations.
+        missing: (point or metric, reason and the line that mends it).
+    """
+
+    points: tuple[SeenPoint, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash  # it is part of every report's structure: hashed once
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.points, self.missing))
+
+    @functools.cached_property
+    def seen(self) -> tuple[str, ...]:
+        """Names of all points."""
+        return tuple(point.name for point in self.points)
+
+    @functools.cached_property
+    def reported(self) -> tuple[str, ...]:
+        """Names of the points whose statistics came back."""
+        return tuple(point.name for point in self.points if point.reported)
+
+    def __str__(self) -> str:
+        counts = f"{len(self.reported)} of {len(self.seen)} observed points reported"
+        return "\n".join([counts if self.points else LIGHT_ONLY, *missing_lines(self.missing)])
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The points as rows of text under `HEADINGS`; layers that are alike are one row.
+
+        >>> point = SeenPoint("blocks[*]/mlp", "feed_forward", "MLP", layers=(12,), shape=(2, 8))
+        >>> Coverage((point,)).table()
+        [('blocks[0..11]/mlp', '12', 'feed_forward', 'MLP', '2x8', '', 'missing')]
+        """
+        labelled = ((label, _common(point)) for point in self.points for label in point.labels())
+        return [_cells(folded) for folded in fold_names(labelled)]
+
+    def _repr_html_(self) -> str:
+        rows = "".join(_html_row("td", cells) for cells in self.table())
+        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in missing_lines(self.missing, most=None))
+        counts = html.escape(str(self).splitlines()[0])
+        return f"<p>{counts}</p><table>{_html_row('th', HEADINGS)}{rows}</table><ul>{lines}</ul>"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain numbers, texts, lists and dicts."""
+        return {
+            "points": [dataclasses.asdict(point) for point in self.points],
+            "missing": [{"name": name, "reason": reason} for name, reason in self.missing],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Coverage:
+        """The inverse of `to_json`; what this version does not know is left out.
+
+        Raises:
+            KeyError, TypeError: It is not what `to_json` made.
+        """
+        known = [field.name for field in dataclasses.fields(SeenPoint)]
+        points = tuple(
+            SeenPoint(**{name: _frozen(point[name]) for name in known if name in point}) for point in data["points"]
+        )
+        return cls(points, tuple((item["name"], item["reason"]) for item in data["missing"]))
+
+
+def missing_lines(missing: Iterable[tuple[str, str]], most: int | None = _MOST) -> list[str]:
+    """A line for everything that is missing; layers that miss the same for the same reason share one.
+
+    Args:
+        missing: (point or metric, reason) pairs.
+        most: Lines at most; None gives all.
+
+    Example:
+        >>> missing_lines([("block[0]", "lost"), ("block[1]", "lost")])
+        ['  missing block[0..1]: lost']
+    """
+    lines = [f"  missing {folded.name}: {folded.key}" for folded in fold_names(missing)]
+    if most is not None and len(lines) > most:
+        return [*lines[:most], f"  and {len(lines) - most} more, in report.coverage.missing"]
+    return lines
+
+
+def _common(point: SeenPoint) -> SeenPoint:
+    """What points that share a row have in common."""
+    return dataclasses.replace(point, name="", layers=())
+
+
+def _cells(folded: Folded) -> tuple[str, ...]:
+    point = folded.key
+    assert isinstance(point, SeenPoint)
+    method = "" if point.method == "__call__" else f".{point.method}"
+    return (
+        folded.name,
+        str(folded.count),
+        point.role,
+        f"{point.class_name}{method}",
+        "x".join(map(str, point.shape)),
+        " ".join(point.through),
+        point.measured,
+    )
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

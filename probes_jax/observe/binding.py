@@ -41,7 +41,7 @@ class Captured:
         outputs: What each root call returned, in order.
         seen: Every point the trace came across, also those without a summary.
         missing: Points seen but not reported: why, and the line that mends it.
-        stacks: Scanned parameter subtrees: path prefix to (layer axis, number of layers).
+        stacks: Scanned parameter subtrees: path prefix to (layer axis, number of layers), see `names.Stacks`.
         raw: Everything observed, as it came back: a pytree. `slots_like` makes of it what `bind(taps=)` takes.
         backward: From the gradient of the slots to a summary per point, of the gradients that came by. A point whose
             value the loss does not depend on has a summary of nothing.
@@ -53,7 +53,7 @@ class Captured:
     outputs: list[Any]
     seen: tuple[Point, ...]
     missing: dict[Point, str]
-    stacks: dict[tuple[str, ...], tuple[int, int]]
+    stacks: dict[tuple[str, ...], tuple[int, ...]]
     raw: Any = ()
     backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
     axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)

@@ -323,15 +323,20 @@ def _parts(variables: Mapping[str, Any]) -> ModelParts:
     return ModelParts(variables["params"], state)
 
 
-def _stacks(lifted: Mapping[tuple[str | None, ...], int], leaves: Mapping[Path, Any]) -> dict[Path, tuple[int, int]]:
-    """Path prefix to (layer axis, number of layers); of a scan in a scan, the axis in one layer of the outer one."""
-    stacks: dict[Path, tuple[int, int]] = {}
+def _stacks(
+    lifted: Mapping[tuple[str | None, ...], tuple[int, ...]], leaves: Mapping[Path, Any]
+) -> dict[Path, tuple[int, ...]]:
+    """Layer axes and numbers of layers by path prefix, as names are made of them."""
+    stacks: dict[Path, tuple[int, ...]] = {}
     for path, leaf in leaves.items():
         shape = list(leaf.shape)
-        for where, axis in sorted(lifted.items(), key=lambda item: len(item[0])):
+        for where, axes in sorted(lifted.items(), key=lambda item: len(item[0])):
             prefix = tuple(element for element in where if element is not None)
-            if path[: len(prefix)] == prefix and -len(shape) <= axis < len(shape):
-                stacks.setdefault(path[: len(where)], (axis, shape.pop(axis)))
+            if path[: len(prefix)] != prefix:
+                continue
+            found = [(axis, shape.pop(axis)) for axis in axes if -len(shape) <= axis < len(shape)]
+            if found:
+                stacks.setdefault(path[: len(where)], sum(found, ()))
     return stacks
 
 

@@ -68,6 +68,12 @@ class _Lift:
     variable: str  # what records made inside are kept in
     inner: int = 0  # transforms entered in the present trace of its body
 
+    @property
+    def stacked(self) -> list[tuple[str | None, ...]]:
+        """Where it gives each iteration parameters of its own; a last `None` stands for every child of the module."""
+        own = self.name in linen_lift.PER_LAYER and self.axis is not None
+        return [(*path, None) if path == self.myself else path for path in self.paths] if own else []
+
 
 class LinenRecorder:
     """Records of one binding.
@@ -78,8 +84,9 @@ class LinenRecorder:
         slots: Name of the collection that holds the slots of taps: zeros in the structure of the records.
         visits: Calls seen, in the order in which they returned.
         returned: Records that came back, with the module and the transform they were found at.
-        stacks: Paths of scanned scopes, with the layer axis of their parameters; a path that ends in `None` stands
-            for each of the module's children.
+        stacks: Paths of scanned scopes, with the layer axis of their parameters, several where a scan has another one
+            around it at the same path (the outermost first); a path that ends in `None` stands for each of the
+            module's children.
     """
 
     def __init__(self, collection: str, measure: Measure) -> None:
@@ -87,7 +94,7 @@ class LinenRecorder:
         self.slots = collection + "_slots"
         self.visits: list[Visit] = []
         self.returned: list[Returned] = []
-        self.stacks: dict[tuple[str | None, ...], int] = {}
+        self.stacks: dict[tuple[str | None, ...], tuple[int, ...]] = {}
         self.blocked: str | None = None  # why nothing at all can be recorded
         self._ran: set[Path] = set()  # modules
         self._called: set[Path] = set()  # those of them that ran a method of the kind that is observed
@@ -283,8 +290,10 @@ class LinenRecorder:
                 scope._variables[self.slots] = there
         for root, earlier in zip(roots, before):
             self._merge(root, earlier, frame)
-        if name in linen_lift.PER_LAYER and axis is not None:
-            self.stacks |= {(*path, None) if path == frame.myself else path: axis for path in paths}
+        for where in frame.stacked:
+            nested = [f for f in (*self._frames, frame) if isinstance(f, _Lift) and where in f.stacked]
+            axes = tuple(f.axis for f in nested if f.axis is not None)
+            self.stacks[where] = max(self.stacks.get(where, ()), axes, key=len)
 
     def _enter(self, name: str) -> str:
         """The variable of a transform that is entered: numbered in the order of the trace, so the same every time."""

@@ -13,11 +13,15 @@ meaning in names are percent-encoded.
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Path = tuple[str, ...]
-Stacks = Mapping[Path, tuple[int, int]]  # parameter path prefix -> (layer axis, number of layers)
+# Parameter path prefix -> (layer axis, number of layers); where it was stacked twice, (outer, its number, inner, ...).
+# Of nested stacks, an inner axis is counted in what the outer ones leave.
+Stacks = Mapping[Path, tuple[int, ...]]
+Axes = int | tuple[int, ...] | None  # of a parameter: its layer axis, several where stacks are nested, the outer first
 
 ROOT = "output"  # the name of the root module's own output
 LAYER = "[*]"  # stands where a layer index goes
@@ -150,39 +154,44 @@ def expand(name: str, index: Sequence[int]) -> str:
 
 def param_labels(
     path: Path, shape: Sequence[int], stacks: Stacks, names: Names | None = None, axis: int | None = None
-) -> tuple[tuple[str, ...], int | None]:
+) -> tuple[tuple[str, ...], Axes]:
     """Names of one parameter: one per layer where it belongs to a scanned stack.
 
     Args:
         path: Path of the parameter in the tree of parameters.
         shape: Its shape.
-        stacks: Scanned parameter subtrees. Where they are nested, the outermost has the rows.
+        stacks: Scanned parameter subtrees.
         names: Names of the whole model; without it, siblings are not looked at.
         axis: The layer axis of this parameter where it is not the one of the whole subtree.
 
     Returns:
-        The names, and the axis to unstack (None: a single name).
+        The names, and the axis to unstack: several where stacks are nested, the outermost first; None for a single
+        name.
 
     Example:
         >>> param_labels(("blocks", "mlp", "kernel"), (2, 8, 8), {("blocks",): (0, 2)})
         (('blocks[0]/mlp/kernel', 'blocks[1]/mlp/kernel'), 0)
     """
     names = names or Names([path], stacks)
+    left, taken, depths = list(range(len(shape))), [], []  # axes of `shape` that no stack has taken, and has
     for depth in range(len(path) + 1):
-        common, length = stacks.get(path[:depth], (0, -1))
-        at = common if axis is None else axis
-        if length >= 0 and -len(shape) <= at < len(shape) and shape[at] == length:
-            name = names.path(path, (depth,))
-            return tuple(expand(name, (layer,)) for layer in range(length)), at % len(shape)
-    return (names.path(path),), None
+        stack = stacks.get(path[:depth], ())
+        for common, length in zip(stack[::2], stack[1::2]):
+            at = common if axis is None else axis
+            if -len(left) <= at < len(left) and shape[left[at]] == length and (axis is None or not taken):
+                taken.append(left.pop(at))
+                depths.append(depth)
+    name = names.path(path, depths)
+    indices = itertools.product(*(range(shape[at]) for at in taken))
+    return tuple(expand(name, index) for index in indices), taken[0] if len(taken) == 1 else tuple(taken) or None
 
 
 def label_params(
     shapes: Mapping[Path, Sequence[int]], stacks: Stacks, axes: Mapping[Path, int] | None = None
-) -> dict[Path, tuple[tuple[str, ...], int | None]]:
+) -> dict[Path, tuple[tuple[str, ...], Axes]]:
     """`param_labels` of every parameter of a model, unique over all of them."""
     names = Names(shapes, stacks)
-    labels: dict[Path, tuple[tuple[str, ...], int | None]] = {}
+    labels: dict[Path, tuple[tuple[str, ...], Axes]] = {}
     taken: set[str] = set()
     for path, shape in shapes.items():
         own, axis = param_labels(path, shape, stacks, names, (axes or {}).get(path))

@@ -26,14 +26,14 @@ class ParameterInfo:
 
     Attributes:
         names: One canonical name per layer; a single one unless the tensor stacks layers.
-        stack_axis: Axis that stacks the layers, or None.
+        stack_axis: Axis that stacks the layers, several where stacks are nested (the outermost first), or None.
         split: How the mesh shards it.
         embedding: Whether its zero fraction is reported apart.
         frozen: Whether the optimizer never moves it.
     """
 
     names: tuple[str, ...]
-    stack_axis: int | None = None
+    stack_axis: int | tuple[int, ...] | None = None
     split: Split = WHOLE
     embedding: bool = False
     frozen: bool = False
@@ -52,14 +52,17 @@ Summarize = Callable[..., Summary]  # (array, split)
 
 
 def _by_layer(summarize: Summarize, x: jax.Array, info: ParameterInfo) -> Summary:
-    """Rows of one tensor, with a leading stack axis where it stacks layers."""
+    """Rows of one tensor, with a leading stack axis for each axis that stacks layers."""
     axis = info.stack_axis
+    axes = () if axis is None else (axis,) if isinstance(axis, int) else axis
 
-    def by_layer(x: jax.Array, split: Split) -> Summary:
-        if axis is None:
+    def by_layer(x: jax.Array, split: Split, axes: tuple[int, ...] = axes) -> Summary:
+        if not axes:
             return summarize(x, split)
-        rest = Split(split.dims[:axis] + split.dims[axis + 1 :], split.sizes)
-        return jax.vmap(lambda layer: summarize(layer, rest), in_axes=axis)(x)
+        outer, *inner = axes
+        rest = Split(split.dims[:outer] + split.dims[outer + 1 :], split.sizes)
+        left = tuple(axis - (axis > outer) for axis in inner)
+        return jax.vmap(lambda layer: by_layer(layer, rest, left), in_axes=outer)(x)
 
     return summarize_where_it_lies(by_layer, info.split, x)
 

@@ -82,7 +82,7 @@ class Notes:
     seen: tuple[Point, ...] = ()
     tokens: int = 1  # in one microbatch, valid or not
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
-    stacks: dict[tuple[str, ...], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    stacks: dict[tuple[str, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
     axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
 

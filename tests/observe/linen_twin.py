@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from probes_jax.observe.names import label_params
 from probes_jax.observe.rngs import Rngs
 from tests.observe.evaluate import (
     KEY,
@@ -73,6 +74,11 @@ def squares(model, batch, rngs):
 def bracketed(path):
     """The library's name of a numbered path: `layers_0/mlp` is `layers[0]/mlp`."""
     return re.sub(r"_(\d+)(?=/|\Z)", r"[\1]", "/".join(path)) or "output"
+
+
+def two_indices(label):
+    """What is called `layers_0_1` in a twin has two layer axes."""
+    return re.sub(r"_(\d)\[", r"[\1][", label)
 
 
 def values_and_gradients(module, variables, batch, name, merge):
@@ -150,7 +156,9 @@ def program(step, parts, batch):
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(parts.params, parts.state, batch, KEY)))
 
 
-def assert_twin(module, twin, batch, convert=lambda variables: variables, *, merge=lambda label: label, cut=()):
+def assert_twin(
+    module, twin, batch, convert=lambda variables: variables, *, merge=lambda label: label, cut=(), mapped=False
+):
     """A model with transforms has the points, values and gradients of its plain twin, and is not changed by it.
 
     Args:
@@ -160,6 +168,7 @@ def assert_twin(module, twin, batch, convert=lambda variables: variables, *, mer
         convert: From the variables of the model to those of the twin.
         merge: From a label of the twin (`cell#3`) to the label of the row it is part of.
         cut: Labels that the loss does not depend on: they have no gradient.
+        mapped: The model computes with other weights than its parameters.
     """
     observed, binding, parts = observed_and_plain(module, squares, batch)
     assert observed.captured.missing == {}
@@ -173,7 +182,26 @@ def assert_twin(module, twin, batch, convert=lambda variables: variables, *, mer
     seen = {label: row for label, row in rows.items() if row["count"]}
     assert set(rows) - set(seen) == set(cut)
     assert_rows(seen, gradients, set(gradients) - set(cut))
+    if not mapped:
+        assert_parameters(parts.params, observed.captured.stacks, variables["params"])
     return observed
+
+
+def assert_parameters(params, stacks, twin):
+    """Every layer of every parameter has the twin's name, and what is behind the name is the twin's."""
+
+    def flat(tree):
+        return {tuple(k.key for k in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    leaves, rows = flat(params), {}
+    for path, (names, axes) in label_params({path: leaf.shape for path, leaf in leaves.items()}, stacks).items():
+        axes = () if axes is None else (axes,) if isinstance(axes, int) else axes
+        layers = jnp.moveaxis(leaves[path], axes, range(len(axes)))
+        rows |= dict(zip(names, layers.reshape(len(names), *layers.shape[len(axes) :])))
+    for path, leaf in flat(twin).items():
+        name = two_indices(bracketed(path))
+        assert name in rows, (name, sorted(rows))
+        np.testing.assert_array_equal(rows[name], leaf)
 
 
 class Block(nn.Module):

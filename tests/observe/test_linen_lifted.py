@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.observe.linen_twin import assert_twin, unrolled
+from tests.observe.linen_twin import assert_twin, two_indices, unrolled
 from tests.observe.test_linen_twins import PER_LAYER, Bare, Carry, X, first_call, separate
 
 
@@ -145,11 +144,6 @@ class RematScanUnrolled(nn.Module):
         return x
 
 
-def two_indices(label):
-    """What was `layers_0_1` in the twin has two layer axes."""
-    return re.sub(r"_(\d)\[", r"[\1][", first_call(label))
-
-
 def grid(variables, name, axes):
     """Parameters of a stack with two layer axes, each layer by itself."""
     params = dict(variables["params"])
@@ -161,7 +155,7 @@ def grid(variables, name, axes):
 
 def test_remat_scan():
     convert = functools.partial(grid, name="layers", axes=(0, 1))
-    assert_twin(RematScan(), RematScanUnrolled(), (X,), convert, merge=two_indices)
+    assert_twin(RematScan(), RematScanUnrolled(), (X,), convert, merge=lambda label: two_indices(first_call(label)))
 
 
 class Experts(nn.Module):
@@ -188,7 +182,7 @@ class Experts(nn.Module):
 
 def test_vmap_over_experts_and_over_examples():
     convert = functools.partial(grid, name="experts", axes=(1, 0))
-    assert_twin(Experts(), Experts(mapped=False), (X,), convert, merge=two_indices)
+    assert_twin(Experts(), Experts(mapped=False), (X,), convert, merge=lambda label: two_indices(first_call(label)))
 
 
 class Blocks(nn.Module):
@@ -264,7 +258,7 @@ def test_weight_and_spectral_norm():
         kernels = {"first": first, "second": second / (v @ second @ u.T)[0, 0]}
         return {"params": {name: {**params[name], "kernel": kernel} for name, kernel in kernels.items()}}
 
-    assert_twin(Normed(), Normed(plain=True), (X,), convert)
+    assert_twin(Normed(), Normed(plain=True), (X,), convert, mapped=True)
 
 
 def test_tied_and_transposed_weights_by_map_variables():
@@ -272,4 +266,4 @@ def test_tied_and_transposed_weights_by_map_variables():
         params = variables["params"]
         return {"params": {**params, "last": {"kernel": params["last"]["kernel"].T}}}
 
-    assert_twin(Autoencoder(), Autoencoder(mapped=False), (X,), convert)
+    assert_twin(Autoencoder(), Autoencoder(mapped=False), (X,), convert, mapped=True)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import lift
 
 from probes_jax.observe.wrap import wrap
 from probes_jax.stats.moments import summarize_magnitude
 from tests.observe.evaluate import (
     assert_rows,
-    assert_same,
     backward_rows,
-    evaluate,
     evaluate_tapped,
     observed_and_plain,
     start,
@@ -248,33 +244,3 @@ class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.scan(Body, {"params": 0}, split_rngs={"params": True}, length=2)(name="layers")(x, None)[0]
-
-
-def test_two_threads_observe_and_a_third_runs_plain():
-    binding, parts = start(Scanned(), mean_output, X)
-    before = lift.pack
-    results, errors = {}, []
-    gate = threading.Barrier(3)
-
-    def work(name, measure):
-        try:
-            gate.wait()
-            for _ in range(3):
-                results[name] = evaluate(binding, mean_output, X, parts, measure=measure, jit=lambda f: f)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=work, args=args)
-        for args in (("a", summarize_magnitude), ("b", summarize_magnitude), ("plain", None))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert results["a"].rows == results["b"].rows
-    assert len(results["a"].rows) == 5
-    assert results["plain"].captured.seen == ()
-    assert_same(results["a"].grads, results["plain"].grads)
-    assert lift.pack is before

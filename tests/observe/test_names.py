@@ -47,7 +47,10 @@ def test_rules(path, name):
         (("body", "w_0"), {("body", "w_0"): (0, 2)}, ("body/w[0]", "body/w[1]"), 0),
         (("blocks", "mlp", "w"), {("other",): (0, 2)}, ("blocks/mlp/w",), None),
         (("blocks", "mlp", "w"), {("blocks",): (0, 7)}, ("blocks/mlp/w",), None),  # not of that length: not unstacked
-        (("a", "b", "w"), {("a",): (0, 2), ("a", "b"): (0, 1)}, ("a[0]/b/w", "a[1]/b/w"), 0),
+        (("a", "b", "w"), {("a",): (0, 2), ("a", "b"): (0, 1)}, ("a[0]/b[0]/w", "a[1]/b[0]/w"), (0, 1)),
+        (("a", "b", "w"), {("a",): (1, 1), ("a", "b"): (0, 2)}, ("a[0]/b[0]/w", "a[0]/b[1]/w"), (1, 0)),
+        (("a", "b", "w"), {("a",): (0, 2), ("a", "b"): (1, 9)}, ("a[0]/b/w", "a[1]/b/w"), 0),
+        (("a", "w"), {("a",): (1, 1, 0, 2)}, ("a[0][0]/w", "a[0][1]/w"), (1, 0)),  # a stack of stacks
     ],
 )
 def test_parameters_of_a_stack(path, stacks, labels, axis):

@@ -70,3 +70,14 @@ def test_the_update_is_what_was_applied():
     old = {"w": jnp.asarray([1.0, 256.0], jnp.bfloat16)}
     new = {"w": old["w"] + jnp.asarray([0.5, 0.5], jnp.bfloat16)}  # the second is lost in rounding
     np.testing.assert_array_equal(subtract(new, old)["w"], [0.5, 0.0])
+
+
+@pytest.mark.parametrize(("axes", "order"), [((0, 2), "gkld->gldk"), ((2, 0), "gkld->lgdk")])
+def test_one_row_per_layer_of_a_stack_of_stacks(axes, order):
+    x = np.random.default_rng(0).normal(size=(2, 3, 4, 5)).astype(np.float32)
+    names = tuple(f"groups[{i}]/layers[{j}]/w" for i in range(x.shape[axes[0]]) for j in range(x.shape[axes[1]]))
+    info = ParameterInfo(names, stack_axis=axes)
+    (item,) = [i for i in measure_gradients({"w": x}, {"w": info}, layers=True) if len(i.entry.labels) > 1]
+    assert item.entry.labels == tuple(f"grad/{name}/{{stat}}" for name in names)
+    rows = np.einsum(order, x).reshape(len(names), -1)
+    assert [found["norm"] for found in value(item)] == pytest.approx(np.linalg.norm(rows.astype(np.float64), axis=1))

@@ -51,7 +51,7 @@ def test_a_scanned_layer_has_its_length_and_its_transforms(scanned):
     assert point.through == ("nn.scan", "nn.remat")
     assert point.labels()[2] == "layers[2]/block/up"
     assert (scanned["head"].layers, scanned["head"].through, scanned["head"].role) == ((), (), "logits")
-    assert all(point.reported and point.gradient for point in scanned.values())
+    assert all(point.reported and point.gradient != name.endswith(".input") for name, point in scanned.items())
 
 
 def test_a_plan_without_gradients_says_so():

@@ -84,8 +84,7 @@ class NNXNormed(nnx.Module):
         return self.head(self.norm(self.embed(tokens)))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("model_of", [Normed, NNXNormed])
+@pytest.mark.parametrize(("model_of", "check_vma"), [(Normed, True), (Normed, False), (NNXNormed, True)])
 def test_batch_normalization_over_all_devices(model_of, check_vma):
     """A model that names the axis can be traced only where the axis is: statistics are those of the whole batch."""
     batch = make_batch(batch=16)

@@ -29,7 +29,7 @@ def batches(steps, size=64, seed=0):  # images [batch, 12, 8, 1], shifted a litt
         labels, noisy = random.integers(0, 10, size), np.arange(size) % 2
         shifts = random.integers(-1, 2, (size, 2))
         images = np.stack([np.roll(DIGITS[label], shift, (0, 1)) for label, shift in zip(labels, shifts)])
-        images += random.normal(size=images.shape) * np.where(noisy, 0.8, 0.2)[:, None, None]
+        images += random.normal(size=images.shape) * np.where(noisy, 0.6, 0.2)[:, None, None]
         yield {"images": images[..., None].astype(np.float32), "labels": labels, "noisy": noisy}
 
 
@@ -38,8 +38,8 @@ class Classifier(nn.Module):
     def __call__(self, x, train=True):
         for features in (16, 32):
             x = nn.Conv(features, (3, 3), strides=2)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
-        return nn.Dense(10, name="head")(x.mean((1, 2)))
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        return nn.Dense(10, name="head")(x.reshape(len(x), -1))
 
 
 def loss_fn(model, batch, rngs):
@@ -51,7 +51,7 @@ def loss_fn(model, batch, rngs):
 def main(steps):
     model, plan = Classifier(), pj.Plan(groups=("clean", "noisy"), unit="example")
     tx = pj.chain(("clip", optax.clip_by_global_norm(1.0)), ("adam", optax.scale_by_adam()),
-                  ("lr", optax.scale_by_learning_rate(3e-3)))  # fmt: skip
+                  ("lr", optax.scale_by_learning_rate(1e-2)))  # fmt: skip
     state = pj.TrainState.create(model=model, tx=tx, loss_fn=loss_fn, plan=plan, batch=next(batches(1)))
     with pj.Recorder("runs/vision", plan) as recorder, pj.LiveSignals(recorder, plan, total=steps) as live:
         for batch in pj.timed(batches(steps)):

@@ -20,11 +20,14 @@ def reported_names() -> set[str]:
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return pj.Loss(nll=nll, mask=batch["mask"], group=batch["source"], extra={"z": (logits**2).mean()})
 
+    def labels(params):
+        return {name: "a" if name == "head" else "b" for name in params}
+
     plan = pj.Plan(groups=GROUPS, guard=pj.Guard())
     tx = pj.chain(
         ("clip", optax.clip_by_global_norm(1.0)),
         ("sgd", optax.masked(optax.set_to_zero(), lambda params: {k: k == "head" for k in params})),
-        ("lr", optax.scale_by_learning_rate(0.1)),
+        ("lr", optax.partition({name: pj.chain(("lr", optax.scale_by_learning_rate(0.1))) for name in "ab"}, labels)),
     )
     state = make_state(plan=plan, tx=tx, loss_fn=loss_fn, loss_scale="dynamic")
     rates = {label: pj.chain(("lr", optax.scale_by_learning_rate(rate))) for label, rate in (("top", 0.1), ("rest", 0.01))}

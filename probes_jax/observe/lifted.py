@@ -160,7 +160,9 @@ def _branch(
 
     types = [types_of(lambda *operands, n=number: trace(n, *operands)[1], *operands) for number in numbers]
     if not jax.tree.leaves(types):
-        return run(branches)
+        output = run(branches)
+        application.end(tuple(types))
+        return output
     nothing = [jax.tree.map(Summary.identity, kept, is_leaf=is_summary) for kept in types]
 
     def body(number: int) -> Callable[..., Any]:

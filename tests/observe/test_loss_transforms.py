@@ -154,7 +154,10 @@ def test_calls_outside_and_inside_are_numbered_in_their_order(name):
     assert not tapped.captured.missing
     assert len(tapped.outputs) == 1
     values, _ = unrolled(parts.params, X)
-    encoder = lambda x: x @ parts.params["encoder"]["kernel"] + parts.params["encoder"]["bias"]
+
+    def encoder(x):
+        return x @ parts.params["encoder"]["kernel"] + parts.params["encoder"]["bias"]
+
     more = {"encoder#1": encoder(X), "encoder#2": encoder(2.0 * X), "encoder#3": encoder(X)}
     assert_rows({name: row for name, row in tapped.rows.items() if row["count"]}, {**values, **more})
     gradients = {"encoder#1": encoder(2.0 * X), "encoder#2": encoder(X), "encoder#3": jnp.full((6, 4), 3.0)}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import checkpoint as remat
 
 import probes_jax as pj
 from probes_jax.observe.binding import slots_like
@@ -82,7 +83,7 @@ def nested(model, x):
 TRANSFORMS = {
     "vmap": lambda model, x: jnp.sum(jax.vmap(lambda x: squares(model, x))(x)),
     "vmap over another axis": lambda model, x: jnp.sum(jax.vmap(model, in_axes=1, out_axes=1)(x[:, None]) ** 2),
-    "checkpoint": lambda model, x: jnp.sum(jnp.square(jax.checkpoint(model)(x))),
+    "checkpoint": lambda model, x: jnp.sum(jnp.square(remat(model)(x))),
     "scan": scanned,
     "map": lambda model, x: jnp.sum(jax.lax.map(lambda x: squares(model, x), x, batch_size=2)),
     "nested": nested,

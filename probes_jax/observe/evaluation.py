@@ -19,7 +19,13 @@ import jax
 from probes_jax.observe.census import Visit
 from probes_jax.observe.lift import Level
 from probes_jax.observe.lifted import lifting
-from probes_jax.observe.record import Record
+from probes_jax.observe.record import Record, is_record
+
+LOSS = "loss_fn"  # where points outside of the model are: their path, and `Visit.place`
+OUTSIDE = (
+    "the model is called inside a JAX transform in loss_fn that does not bring it out; apply jax.vmap, jax.checkpoint "
+    "or jax.lax.scan in loss_fn itself, call the model outside of it, or put the transform in the model"
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("records",), meta_fields=())
@@ -67,7 +73,7 @@ class Evaluation:
     def join(self, bodies: Sequence[Level], records: Any, axis: bool) -> None:
         """See `lift.Carrier`. Iterations have the same parameters: they are examples, or chunks of them."""
         if axis:
-            records = jax.tree.map(Record.repeated, records, is_leaf=_is_record)
+            records = jax.tree.map(Record.repeated, records, is_leaf=is_record)
         self.level.visits += [visit for body in bodies for visit in body.visits]
         self.level.records.append(records)
 
@@ -78,9 +84,6 @@ class Evaluation:
         home = sys.modules.get(getattr(function, "__module__", None) or "")
         with lifting(self, () if home is None else (home,)):
             yield
-
-
-LOSS = "loss_fn"  # where points outside of the model are: their path, and `Visit.place`
 
 
 def runs_in(raw: Any) -> list[Any]:
@@ -95,7 +98,3 @@ def named_in(raw: Any) -> list[Record]:
 
 def _items(raw: Any) -> list[Any]:
     return jax.tree.leaves(raw, is_leaf=lambda node: isinstance(node, Run | Record))
-
-
-def _is_record(node: Any) -> bool:
-    return isinstance(node, Record)

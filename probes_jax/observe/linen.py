@@ -19,10 +19,10 @@ from flax.linen import module as linen_module
 from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
 from probes_jax.observe.census import Returned, settle
-from probes_jax.observe.evaluation import Evaluation, Run, runs_in
+from probes_jax.observe.evaluation import OUTSIDE, Evaluation, Run, runs_in
 from probes_jax.observe.linen_lift import FORWARD_ONLY
 from probes_jax.observe.linen_places import path_of, records_in
-from probes_jax.observe.linen_recorder import FLAG, NO_BACKWARD, OUTSIDE, LinenRecorder
+from probes_jax.observe.linen_recorder import FLAG, NO_BACKWARD, LinenRecorder
 from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
 from probes_jax.observe.point import Point

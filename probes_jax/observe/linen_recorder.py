@@ -28,10 +28,6 @@ RAW = (
     "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan, jax.shard_map); use "
     "nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes out of the transform"
 )
-OUTSIDE = (
-    "the model is called inside a JAX transform in loss_fn that does not bring it out; apply jax.vmap, jax.checkpoint "
-    "or jax.lax.scan in loss_fn itself, call the model outside of it, or put the transform in the model"
-)
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
     "module out of it"

@@ -16,11 +16,11 @@ from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
 from probes_jax.observe.census import settle
 from probes_jax.observe.compare import check_arrays
-from probes_jax.observe.evaluation import Evaluation
+from probes_jax.observe.evaluation import OUTSIDE, Evaluation
 from probes_jax.observe.names import Path
 from probes_jax.observe.nnx_attempts import Attempts, Saved
 from probes_jax.observe.nnx_marks import NO_MARKS, Marks
-from probes_jax.observe.nnx_recorder import OUTSIDE, NNXRecorder
+from probes_jax.observe.nnx_recorder import NNXRecorder
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary

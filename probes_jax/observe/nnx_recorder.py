@@ -32,15 +32,11 @@ from probes_jax.observe.nnx_layers import (
 from probes_jax.observe.nnx_marks import Marks, brought, clear, is_open, path_of, plant, put, slot_of
 from probes_jax.observe.nnx_methods import calling
 from probes_jax.observe.point import INPUT, Point
-from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
+from probes_jax.observe.record import Record, float_leaves, is_record, shapes_of, tapped
 from probes_jax.observe.roles import takes_input
 
 _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
 
-OUTSIDE = (
-    "the model is called inside a JAX transform in loss_fn that does not bring it out; apply jax.vmap, jax.checkpoint "
-    "or jax.lax.scan in loss_fn itself, call the model outside of it, or put nnx.remat in the model"
-)
 CLOSED_OVER = (
     "inside a JAX transform that does not hand the module's variables back; make a loop a jax.lax.scan, apply "
     "jax.checkpoint or jax.vmap in the model's own call, pass the module to nnx.jit instead of closing over it, or "
@@ -258,7 +254,7 @@ class NNXRecorder:
         inside = {path: axes for body in bodies for path, axes in body.notes.items()}
         seen = {path: self._axes_around(path) for path in inside}
         if axis:
-            leaves, structure = jax.tree.flatten(records, is_leaf=_is_record)
+            leaves, structure = jax.tree.flatten(records, is_leaf=is_record)
             length = leaves[0].stack_shape[0] if leaves else 0
             whole = {path: axes or self._axes_at_most(path, length) for path, axes in seen.items()}
             layered = [is_layered(visit.path, whole, inside) for visit in visits if visit.place == _LEVEL]
@@ -298,9 +294,5 @@ def _part(path: Path, owner: Path) -> Path:
     return path[:end] if path[: len(owner)] == owner else path
 
 
-def _is_record(node: Any) -> bool:
-    return isinstance(node, Record)
-
-
 def _flat(records: Any) -> list[Record]:
-    return jax.tree.leaves(records, is_leaf=_is_record)
+    return jax.tree.leaves(records, is_leaf=is_record)

@@ -44,7 +44,7 @@ class Part:
         state: The model's new state.
         aux: `Loss.aux`.
         names: The point behind each of `points` (static).
-        raw: The points as the binding keeps them: the structure of the slots of taps.
+        raw: Everything observed, as `Evaluation` keeps it: the structure of the slots of taps.
         gradients: Summaries of the backward gradients, and `gradient_names` the point behind each (static).
     """
 

@@ -70,21 +70,15 @@ def run(nll, batches=BATCHES, **options):
 
 
 @functools.cache
-def run_whole(model):
-    return run(whole, model=model)[1]
+def run_whole():
+    return run(whole)[1]
 
 
-@pytest.mark.parametrize(
-    ("nll", "where"), [(per_example, "nnx"), (per_example, "on eight devices"), (chunks, "on eight devices")]
-)
-def test_every_metric_is_that_of_one_call(nll, where):
-    options = {"model": where} if where in MODELS else {}
-    expected = run_whole(where if where in MODELS else "linen")
-    batches = BATCHES
-    if not options:
-        batches = [shard(batch, mesh_of(data=8), "data") for batch in BATCHES]
-        options = {"shardings": replicated, "microbatches": 2}
-    _, found = run(nll, batches, **options)
+@pytest.mark.parametrize("nll", [per_example, chunks])
+def test_every_metric_is_that_of_one_call_on_one_device(nll):
+    batches = [shard(batch, mesh_of(data=8), "data") for batch in BATCHES]
+    expected = run_whole()
+    _, found = run(nll, batches, shardings=replicated, microbatches=2)
     for one, many in zip(expected, found, strict=True):
         left_out = "logits", "loss/shard", "loss/worst"  # what a call inside returns does not come out
         scalars = {name: value for name, value in one.scalars().items() if not name.startswith(left_out)}

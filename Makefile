@@ -30,10 +30,11 @@ demo: $(VENV)/.runtime ## train a small language model with every probe on (ARGS
 	@$(RUN) examples/demo.py $(ARGS)
 
 test: $(VENV)/.dev ## every test, and the examples in the docstrings
-	$(PYTEST)
+	PROBES_TESTS=quick $(PYTEST) -m "not optimized"
+	$(PYTEST) -m optimized tests || [ $$? = 5 ]
 
 test-core: $(VENV)/.dev ## the package's own tests without the slow ones, for the second pair of Python and JAX
-	$(PYTEST) -m "not slow" $(CORE)
+	PROBES_TESTS=quick $(PYTEST) -m "not slow" $(CORE)
 
 test-models: $(MODELS_VENV)/.models ## models of other packages, unedited (1.1 GB, minutes; not part of make test)
 	$(MODELS_VENV)/bin/python -m pytest --disable-warnings tests/models $(ARGS)

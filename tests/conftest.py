@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, no accidental use of another backend, and a plain word where TensorFlow lacks."""
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -13,6 +14,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 _FLAG = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+if (
+    os.environ.get("PROBES_TESTS") == "quick"
+):  # `make test`: most of its time is XLA's CPU compiler optimizing tiny steps
+    _QUICK = ["--xla_backend_optimization_level=0"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the flag
+        _QUICK.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join([os.environ["XLA_FLAGS"], *_QUICK])
 # Many tests compile the same small step: the first one pays, also for the other worker and the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from probes_jax.observe.evaluation import Evaluation
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
@@ -117,6 +118,7 @@ class Binding(abc.ABC):
         rngs: Rngs | None = None,
         measure: Measure | None = None,
         taps: Any = None,
+        evaluation: Evaluation | None = None,
     ) -> Bound:
         """Binds arrays to the model, for one evaluation of the loss function.
 
@@ -129,6 +131,8 @@ class Binding(abc.ABC):
                 the model runs as if unwrapped.
             taps: Slots for what is measured of backward gradients, from `slots_like`. Their gradient is what
                 `Captured.backward` reads. None takes no gradient.
+            evaluation: Keeps what is observed, and has the slots, where others observe the same evaluation; None makes
+                one of these taps.
         """
 
     @abc.abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -93,6 +94,17 @@ def carried_by(carrier: Carrier | None) -> Iterator[None]:
         _active.carrier = previous
 
 
+def not_carried(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` in whose transforms nobody observes: it is ours, not the model's."""
+
+    @functools.wraps(f)
+    def alone(*args: Any) -> Any:
+        with carried_by(None):
+            return f(*args)
+
+    return alone
+
+
 class Application:
     """One application of a transform, from the moment it is called."""
 
@@ -122,7 +134,6 @@ class Application:
         return output, records
 
     def end(self, records: Any, axis: bool = False) -> None:
-        """Hands over what came out."""
+        """Hands over what came out, also where it is nothing: slots are told apart by their number."""
         bodies = [self._bodies[branch] for branch in sorted(self._bodies)]
-        if any(body.visits for body in bodies):
-            self._carrier.join(bodies, records, axis)
+        self._carrier.join(bodies, records, axis)

@@ -1,11 +1,12 @@
 """JAX's own transforms bring what is observed in their bodies out as one more output.
 
-While a model is traced under observation, `jax.lax.scan`, `jax.checkpoint` and their like are replaced by functions
-that call the originals with a body that returns its records beside its own output. Records of a scan come out with one
-row per iteration, and so do the slots of its taps go in: maxima stay maxima. What the model computes stays as it is.
+While a model or a loss function is traced under observation, `jax.lax.scan`, `jax.checkpoint` and their like are
+replaced by functions that call the originals with a body that returns its records beside its own output. Records of a
+scan come out with one row per iteration, and so do the slots of its taps go in: maxima stay maxima. What is computed
+stays as it is.
 
-Reached is what the model applies while it is called, however it hands its arrays in: as state, in the carry, or closed
-over. A function that was transformed before, such as a decorated method, holds JAX's original.
+Reached is what is applied meanwhile, however it hands its arrays in: as state, in the carry, or closed over. A function
+that was transformed before, such as a decorated method, holds JAX's original.
 """
 
 from __future__ import annotations
@@ -160,7 +161,9 @@ def _branch(
 
     types = [types_of(lambda *operands, n=number: trace(n, *operands)[1], *operands) for number in numbers]
     if not jax.tree.leaves(types):
-        return run(branches)
+        output = run(branches)
+        application.end(tuple(types))
+        return output
     nothing = [jax.tree.map(Summary.identity, kept, is_leaf=is_summary) for kept in types]
 
     def body(number: int) -> Callable[..., Any]:

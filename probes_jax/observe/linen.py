@@ -18,10 +18,11 @@ from flax.linen import module as linen_module
 
 from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
-from probes_jax.observe.census import settle
+from probes_jax.observe.census import Returned, settle
+from probes_jax.observe.evaluation import OUTSIDE, Evaluation, Run, runs_in
 from probes_jax.observe.linen_lift import FORWARD_ONLY
 from probes_jax.observe.linen_places import path_of, records_in
-from probes_jax.observe.linen_recorder import FLAG, NO_BACKWARD, OUTSIDE, LinenRecorder
+from probes_jax.observe.linen_recorder import FLAG, NO_BACKWARD, LinenRecorder
 from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
 from probes_jax.observe.point import Point
@@ -104,10 +105,11 @@ class LinenBinding(Binding):
         rngs: Rngs | None = None,
         measure: Measure | None = None,
         taps: Any = None,
+        evaluation: Evaluation | None = None,
     ) -> LinenBound:
         """See `Binding.bind`."""
         recorder = None if measure is None else LinenRecorder(f"{PREFIX}{next(_numbers)}", measure)
-        return LinenBound(self, params, state, rngs, recorder, taps)
+        return LinenBound(self, params, state, rngs, recorder, evaluation or Evaluation(taps))
 
     def module(self, params: Any, state: Any, *, copy: bool = True) -> dict[str, Any]:
         """Variables for `module.apply`."""
@@ -125,15 +127,14 @@ class LinenBound(Bound):
         state: Any,
         rngs: Rngs | None,
         recorder: LinenRecorder | None,
-        taps: Any = None,
+        evaluation: Evaluation,
     ) -> None:
         self._binding = binding
         self._params = params
         self._state = _without_ours(state)
         self._rngs = rngs
         self._recorder = recorder
-        self._taps = taps or ()  # slots of each run
-        self._raw: list[Any] = []  # our collection, as each run returned it
+        self._evaluation = evaluation  # of each run, our collection as it came back
         self._outputs: list[Any] = []
         self._finished = False
         self._trace = tracers.current_trace()
@@ -187,19 +188,22 @@ class LinenBound(Bound):
         wanted = union_filters(wanted, "intermediates") if capture else wanted
         within = tracers.current_trace() == self._trace
         recorder = self._recorder if observe else None
+        level = self._evaluation.level
         apply = core.apply(
-            self._scope_function(function, capture, recorder, within),
-            mutable=self._mutable(wanted, recorder if within else None, within),
+            self._scope_function(function, capture, recorder),
+            mutable=self._mutable(wanted, recorder if level.is_current else None, within),
             flags=self._flags(recorder),
         )
         variables = self._variables()
-        if recorder is not None and within and len(self._raw) < len(self._taps):
-            variables = {**variables, recorder.slots: self._taps[len(self._raw)]}
+        if recorder is not None:
+            recorder.visits, recorder.blocked = [], None if level.is_current else OUTSIDE
+            if isinstance(slots := level.next_slots, Run) and level.is_current:
+                variables = {**variables, recorder.slots: slots.records}
         output, mutated = apply(variables, *args, rngs=self._streams(options.get("rngs")), **kwargs)
         mutated = unfreeze(mutated)
         if recorder is not None:
-            self._raw.append(mutated.pop(recorder.collection, {}))
-            recorder.returned += records_in(jax.tree.map(lambda x: x, self._raw[-1]))
+            raw = mutated.pop(recorder.collection, {})
+            self._evaluation.keep(None if recorder.blocked else Run(raw), recorder.visits)
         if within:
             self._carry(mutated)
             if root:
@@ -207,7 +211,7 @@ class LinenBound(Bound):
         return output, {name: value for name, value in mutated.items() if in_filter(wanted, name)}, wanted
 
     def _scope_function(
-        self, function: Callable[..., Any], capture: Any, recorder: LinenRecorder | None, within: bool
+        self, function: Callable[..., Any], capture: Any, recorder: LinenRecorder | None
     ) -> Callable[..., Any]:
         """What `flax.linen.apply` runs, under observation."""
         capture = linen_module.capture_call_intermediates if capture is True else capture
@@ -218,7 +222,6 @@ class LinenBound(Bound):
                 stack.callback(linen_module._context.capture_stack.pop)
                 module = self._binding.wrapped.clone(parent=scope, _deep_clone=True)
                 if recorder is not None:
-                    recorder.blocked = None if within else OUTSIDE
                     stack.enter_context(recorder.recording(module))
                 return function(module, *args, **kwargs)
 
@@ -257,23 +260,24 @@ class LinenBound(Bound):
             return Captured({}, self._state, self._outputs, (), {}, {})
         leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self._params)}
         stacks = _stacks(self._recorder.stacks, leaves)
-        visits = [*self._recorder.visits, *self._recorder.uncalled(leaves)]
+        visits, raw = self._evaluation.visits(of_model=True), self._evaluation.raw
+        visits += self._recorder.uncalled(leaves, visits, _returned(raw))
 
         def backward(gradient: Any) -> dict[Point, Summary]:
-            found = [item for run in gradient for item in records_in(jax.tree.map(lambda x: x, run))]
-            return settle(visits, found, leaves, stacks).points
+            return settle(visits, _returned(gradient), leaves, stacks).points
 
-        result = settle(visits, self._recorder.returned, leaves, stacks)
-        missing = {**result.missing, **(_without_backward(result.points) if self._taps else {})}
+        result = settle(visits, _returned(raw), leaves, stacks)
+        tapped = bool(self._evaluation.levels[0].slots)
+        missing = {**result.missing, **(_without_backward(result.points) if tapped else {})}
         seen = tuple(result.seen)
-        return Captured(result.points, self._state, self._outputs, seen, missing, stacks, tuple(self._raw), backward)
+        return Captured(result.points, self._state, self._outputs, seen, missing, stacks, raw, backward)
 
 
 class _Initializing(LinenBound):
     """A bound model that makes what it lacks: variables appear as the loss function calls it."""
 
     def __init__(self, binding: LinenBinding, rngs: Rngs) -> None:
-        super().__init__(binding, {}, {}, rngs, None)
+        super().__init__(binding, {}, {}, rngs, None, Evaluation())
         self.made: dict[str, Any] = {}
 
     def _variables(self) -> dict[str, Any]:
@@ -293,6 +297,11 @@ class _Initializing(LinenBound):
 
     def _carry(self, mutated: Mapping[str, Any]) -> None:
         self.made = {name: value for name, value in mutated.items() if name not in NOT_STATE}
+
+
+def _returned(raw: Any) -> list[Returned]:
+    """The model's records in everything observed, with where they were found."""
+    return [found for run in runs_in(raw) for found in records_in(jax.tree.map(lambda x: x, run))]
 
 
 def _without_backward(points: Iterable[Point]) -> dict[Point, str]:

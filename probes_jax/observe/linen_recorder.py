@@ -15,6 +15,7 @@ from flax.core import tracers
 from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
+from probes_jax.observe.lift import carried_by, not_carried
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
@@ -26,9 +27,6 @@ FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, al
 RAW = (
     "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan, jax.shard_map); use "
     "nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes out of the transform"
-)
-OUTSIDE = (
-    "the model is called inside a JAX transform in loss_fn; call it outside of it, or put the transform in the model"
 )
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
@@ -82,8 +80,7 @@ class LinenRecorder:
         collection: Name of our variable collection, unique to this evaluation, because `nn.jit` keeps what it traced
             by the names of the mutable collections.
         slots: Name of the collection that holds the slots of taps: zeros in the structure of the records.
-        visits: Calls seen, in the order in which they returned.
-        returned: Records that came back, with the module and the transform they were found at.
+        visits: Calls seen in one run, in the order in which they returned.
         stacks: Paths of scanned scopes, with the layer axis of their parameters, several where a scan has another one
             around it at the same path (the outermost first); a path that ends in `None` stands for each of the
             module's children.
@@ -93,14 +90,13 @@ class LinenRecorder:
         self.collection = collection
         self.slots = collection + "_slots"
         self.visits: list[Visit] = []
-        self.returned: list[Returned] = []
         self.stacks: dict[tuple[str | None, ...], tuple[int, ...]] = {}
         self.blocked: str | None = None  # why nothing at all can be recorded
         self._ran: set[Path] = set()  # modules
         self._called: set[Path] = set()  # those of them that ran a method of the kind that is observed
         self._variables: set[Path] = set()  # parameters
         self._lent: set[Path] = set()  # parameters that a nested `apply` was given
-        self._measure = measure
+        self._measure = not_carried(measure)
         self._frames: list[_Call | _Lift] = []  # innermost last; the first is the root
         self._entered = 0  # transforms entered outside of any other
 
@@ -111,7 +107,7 @@ class LinenRecorder:
         self._frames = [_Call(root, root.scope, "", None, own=True, observed=False)]
         self._entered = 0
         try:
-            with linen_lift.carrying(self), nn.intercept_methods(self._intercept), observing(self):
+            with linen_lift.carrying(self), nn.intercept_methods(self._intercept), observing(self), carried_by(None):
                 yield
         finally:
             self._frames = frames
@@ -166,10 +162,10 @@ class LinenRecorder:
             found = jax.tree_util.tree_leaves_with_path(root._variables.get("params", {}))
             self._lent |= {(*root.path, *path_of(keys)) for keys, leaf in found if id(leaf) in given}
 
-    def uncalled(self, params: Iterable[Path]) -> list[Visit]:
+    def uncalled(self, params: Iterable[Path], visits: Iterable[Visit], returned: Iterable[Returned]) -> list[Visit]:
         """Modules that hold parameters and whose calls the trace never saw, as calls without a value."""
-        points = [visit.path for visit in self.visits]
-        points += [(*path, *record.below) for path, _, record in self.returned]
+        points = [visit.path for visit in visits]
+        points += [(*path, *record.below) for path, _, record in returned]
         used = [path for path in params if path not in self._lent]
         found = find_uncalled(used, {*self._called, *points}, self._variables, self._ran)
         return [Visit(path, "", "__call__", {"": ()}, NEVER_CALLED) for path in found]

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from jax.extend.core import get_opaque_trace_state
-
 from probes_jax.observe.census import Result, Visit, settle
+from probes_jax.observe.evaluation import LOSS, Evaluation, named_in
+from probes_jax.observe.lift import not_carried
 from probes_jax.observe.point import Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.tap import Measure
 from probes_jax.stats.summary import Summary
 
 CLASS = "observe"  # stands for the class of the module in the identity of such a point
-LOSS = "loss_fn"  # where points outside of the model are
-OUTSIDE = "inside a JAX transform in loss_fn; observe the value where it comes out of the transform"
+OUTSIDE = (
+    "inside a JAX transform in loss_fn that does not bring it out; apply jax.vmap, jax.checkpoint or jax.lax.scan in "
+    "loss_fn itself, or observe the value where it comes out of the transform"
+)
 
 
 class Observer(Protocol):
@@ -75,37 +78,37 @@ class LossObserver:
 
     Args:
         measure: Summarizes an array.
-        taps: Slots of their taps, in the order of the calls; None takes no gradient.
+        evaluation: Keeps what is measured, and has the slots of taps.
     """
 
-    def __init__(self, measure: Measure, taps: tuple[Record, ...] | None = None) -> None:
-        self.records: list[Record] = []
-        self._visits: list[Visit] = []
-        self._measure = measure
-        self._taps = taps or ()
-        self._trace = get_opaque_trace_state(convention="flax")
+    def __init__(self, measure: Measure, evaluation: Evaluation) -> None:
+        self._measure = not_carried(measure)
+        self._evaluation = evaluation
 
     def take(self, path: tuple[str, ...], value: Any) -> Any:
         """See `Observer.take`."""
         leaves = float_leaves(value)
-        visit = Visit((LOSS, *path), CLASS, "__call__", shapes_of(leaves))
         if not leaves:
             return value
-        if get_opaque_trace_state(convention="flax") != self._trace:
-            self._visits.append(Visit(*visit.key, visit.leaves, OUTSIDE))
+        visit = Visit((LOSS, *path), CLASS, "__call__", shapes_of(leaves), place=LOSS)
+        level = self._evaluation.level
+        if not level.is_current:
+            self._evaluation.keep(None, [dataclasses.replace(visit, reason=OUTSIDE)])
             return value
         record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, CLASS, "__call__")
-        self._visits.append(Visit(*visit.key, visit.leaves, record=record))
-        self.records.append(record)
-        number = len(self.records) - 1
-        return tapped(self._measure, value, record, self._taps[number]) if number < len(self._taps) else value
+        slots = level.next_slots
+        self._evaluation.keep(record, [visit])
+        return tapped(self._measure, value, record, slots) if isinstance(slots, Record) else value
 
     def result(self) -> Result:
         """What was seen and measured."""
-        return settle(self._visits, (), (), ())
+        return self._settle(self._evaluation.raw)
 
-    def backward(self, gradient: tuple[Record, ...]) -> dict[Point, Summary]:
+    def backward(self, gradient: Any) -> dict[Point, Summary]:
         """From the gradient of the slots to a summary per point."""
-        found = iter(gradient)
-        visits = [v if v.record is None else Visit(*v.key, v.leaves, record=next(found)) for v in self._visits]
-        return settle(visits, (), (), ()).points
+        return self._settle(gradient).points
+
+    def _settle(self, raw: Any) -> Result:
+        found = (record.merged() for record in named_in(raw))
+        visits = self._evaluation.visits(of_model=False)
+        return settle([v if v.reason else dataclasses.replace(v, record=next(found)) for v in visits], (), (), ())

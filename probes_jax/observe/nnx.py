@@ -16,10 +16,11 @@ from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
 from probes_jax.observe.census import settle
 from probes_jax.observe.compare import check_arrays
+from probes_jax.observe.evaluation import OUTSIDE, Evaluation
 from probes_jax.observe.names import Path
 from probes_jax.observe.nnx_attempts import Attempts, Saved
 from probes_jax.observe.nnx_marks import NO_MARKS, Marks
-from probes_jax.observe.nnx_recorder import OUTSIDE, NNXRecorder
+from probes_jax.observe.nnx_recorder import NNXRecorder
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
@@ -96,9 +97,10 @@ class NNXBinding(Binding):
         rngs: Rngs | None = None,
         measure: Measure | None = None,
         taps: Any = None,
+        evaluation: Evaluation | None = None,
     ) -> NNXBound:
         """See `Binding.bind`."""
-        recorder = None if measure is None else NNXRecorder(measure, taps)
+        recorder = None if measure is None else NNXRecorder(measure, evaluation or Evaluation(taps))
         return NNXBound(self, self._merge(params, state, rngs), state, recorder)
 
     def module(self, params: Any, state: Any, *, copy: bool = True) -> Any:
@@ -151,31 +153,54 @@ class NNXBound(Bound):
         within = self._trace.is_valid()
         if self._recorder is None:
             output = reach(self._module)(*args, **kwargs)
-        elif not within:
-            self._recorder.blocked = OUTSIDE
-            output = self._attempt(reach, args, kwargs, NO_MARKS)
-            self._recorder.blocked = None
+        elif within:
+            output, self._module = self._observe(self._recorder, reach, args, kwargs, self._module)
         else:
-            output = self._observe(self._recorder, reach, args, kwargs)
+            output = self._observe_inside(self._recorder, reach, args, kwargs)
         if root and within:
             self._outputs.append(output)
         return output
 
-    def _observe(self, recorder: NNXRecorder, reach: Reach, args: Any, kwargs: Any) -> Any:
-        """Runs the model with as many marks as it takes; what cannot be reported so is named."""
-        saved = Saved(self._module, (args, kwargs))
+    def _observe(
+        self, recorder: NNXRecorder, reach: Reach, args: Any, kwargs: Any, module: Any
+    ) -> tuple[Any, nnx.Module]:
+        """Runs the model with as many marks as it takes; what cannot be reported so is named.
+
+        Returns:
+            Its output, and the module that ran: another one where it had to run again.
+        """
+        saved = Saved(module, (args, kwargs))
+
+        def run(marks: Marks) -> Any:
+            with recorder.recording(module, marks):
+                return reach(module)(*args, **kwargs)
 
         def undo() -> None:
-            self._module = saved.restore()
+            nonlocal module
+            module = saved.restore()
 
-        attempts = Attempts(recorder, lambda marks: self._attempt(reach, args, kwargs, marks), undo)
-        output, self._binding.marks = attempts.search(self._binding.marks)
-        return output
+        output, self._binding.marks = Attempts(recorder, run, undo).search(self._binding.marks)
+        return output, module
 
-    def _attempt(self, reach: Reach, args: Any, kwargs: Any, marks: Marks) -> Any:
-        assert self._recorder is not None
-        with self._recorder.recording(self._module, marks):
-            return reach(self._module)(*args, **kwargs)
+    def _observe_inside(self, recorder: NNXRecorder, reach: Reach, args: Any, kwargs: Any) -> Any:
+        """Runs the model inside a transform in the loss function.
+
+        Marks can only be put on a module made in there. What such a module changes in itself would be lost without a
+        word: then the bound one runs, to which nnx says what it says without observation.
+        """
+        if recorder.evaluation.level.is_current:
+            saved, start = Saved(self._module, (args, kwargs)), recorder.mark
+            output, module = self._observe(recorder, reach, args, kwargs, saved.restore())
+            if saved.is_of(module):
+                return output
+            recorder.forget(start)
+            saved.restore()
+        recorder.blocked = OUTSIDE
+        try:
+            with recorder.recording(self._module, NO_MARKS):
+                return reach(self._module)(*args, **kwargs)
+        finally:
+            recorder.blocked = None
 
     def finish(self) -> Captured:
         """See `Bound.finish`."""
@@ -188,14 +213,15 @@ class NNXBound(Bound):
         if self._recorder is None:
             return Captured({}, state, self._outputs, (), {}, {})
         recorder, params = self._recorder, self._binding.params
-        recorder.visits += recorder.unreached(self._module)
+        recorder.evaluation.keep(None, recorder.unreached(self._module))
         stacks, axes = recorder.stacks({path: leaf.variable for path, leaf in params.items()})
 
         def backward(gradient: Any) -> dict[Point, Summary]:
             return settle(*recorder.found(gradient), params, ()).points
 
-        result = settle(*recorder.found(recorder.runs), params, ())
-        seen, raw = tuple(result.seen), tuple(recorder.runs)
+        raw = recorder.evaluation.raw
+        result = settle(*recorder.found(raw), params, ())
+        seen = tuple(result.seen)
         return Captured(result.points, state, self._outputs, seen, result.missing, stacks, raw, backward, axes)
 
 

@@ -29,6 +29,12 @@ class Saved:
             nnx.update(node, _copy(state))
         return nnx.merge(self._graphdef, _copy(self._state))
 
+    def is_of(self, module: nnx.Module) -> bool:
+        """Whether the module has the values that it had, the same arrays."""
+        now = jax.tree.leaves(nnx.split(module, graph=True)[1])
+        then = jax.tree.leaves(self._state)
+        return len(now) == len(then) and all(a is b for a, b in zip(now, then))
+
 
 def _is_node(x: Any) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Object)

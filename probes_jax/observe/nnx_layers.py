@@ -119,7 +119,7 @@ def place_layers(found: Iterable[tuple[Path, Record]]) -> list[Record]:
 
     Args:
         found: Records with the path of their module. `stack` tells layers from time steps by None; where it is
-            shorter than the axes there are, these are of layers.
+            shorter than the axes there are, the rest are of layers.
     """
     found = list(found)
     outside = _outside(found)
@@ -143,8 +143,7 @@ def _outside(records: Iterable[tuple[Path, Record]]) -> set[Path]:
 
 
 def _stack(record: Record) -> Sequence[int | None]:
-    axes = len(record.stack_shape)
-    return record.stack if len(record.stack) == axes else (0,) * axes
+    return (*record.stack, *(0,) * (len(record.stack_shape) - len(record.stack)))
 
 
 def _placed(record: Record, position: int) -> Record:

@@ -14,7 +14,8 @@ from flax import nnx
 
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit
-from probes_jax.observe.lift import Level, carried_by
+from probes_jax.observe.evaluation import Evaluation, Run, runs_in
+from probes_jax.observe.lift import Level, not_carried
 from probes_jax.observe.lifted import lifting
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
@@ -31,12 +32,11 @@ from probes_jax.observe.nnx_layers import (
 from probes_jax.observe.nnx_marks import Marks, brought, clear, is_open, path_of, plant, put, slot_of
 from probes_jax.observe.nnx_methods import calling
 from probes_jax.observe.point import INPUT, Point
-from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
+from probes_jax.observe.record import Record, float_leaves, is_record, shapes_of, tapped
 from probes_jax.observe.roles import takes_input
 
 _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
 
-OUTSIDE = "the model is called inside a JAX transform in loss_fn; call it outside of it, or put nnx.remat in the model"
 CLOSED_OVER = (
     "inside a JAX transform that does not hand the module's variables back; make a loop a jax.lax.scan, apply "
     "jax.checkpoint or jax.vmap in the model's own call, pass the module to nnx.jit instead of closing over it, or "
@@ -72,21 +72,18 @@ class NNXRecorder:
     back: there a `Slot` on the module takes the records.
 
     Attributes:
-        levels: See `lift.Carrier`.
-        visits: Calls seen, in the order in which they returned.
-        runs: What each run left behind.
+        levels: See `lift.Carrier`. They are of one run; what it leaves behind is kept in `evaluation`.
+        evaluation: Everything observed in the loss function.
         blocked: Why nothing at all can be recorded.
         without: Modules in a transform that is not lifted, as far as they have no `Slot`; as `Marks.slots`.
     """
 
-    def __init__(self, measure: Measure, taps: Sequence[Raw] | None = None) -> None:
+    def __init__(self, measure: Measure, evaluation: Evaluation) -> None:
         self.levels: list[Level] = []
-        self.visits: list[Visit] = []
-        self.runs: list[Raw] = []
+        self.evaluation = evaluation
         self.blocked: str | None = None
         self.without: dict[Path, Path] = {}
-        self._measure = measure
-        self._taps = taps or ()  # slots of each run
+        self._measure = not_carried(measure)
         self._inside: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
         self._called: set[Path] = set()
         self._anonymous = False  # whether a module inside a transform could not say who it is
@@ -109,44 +106,47 @@ class NNXRecorder:
         self._marks, self.without, self._token = marks, {}, next(_numbers)
         classes = {type(module) for module in self._modules.values()}
         homes = [sys.modules[name] for name in {cls.__module__ for cls in classes} if name in sys.modules]
-        taps = self._taps[len(self.runs)] if len(self.runs) < len(self._taps) else Raw((), {})
+        slots = self.evaluation.level.next_slots
+        taps = slots.records if isinstance(slots, Run) and not self.blocked else Raw((), {})
         self.levels = [Level(slots=taps.here)]
         self._frames = [_Frame(root, "", None, (), self.levels[0], next(_numbers))]
         try:
             with calling(self, classes), lifting(self if marks.lifted else None, homes), observing(self):
                 plant(self._modules, marks, self._token, taps.inside)
                 yield
-                self.visits += self.levels[0].visits
-                self.runs.append(Raw(tuple(self.levels[0].records), brought(self._modules)))
+                raw = Raw(tuple(self.levels[0].records), brought(self._modules))
+                self.evaluation.keep(None if self.blocked else Run(raw), self.levels[0].visits)
         finally:
             clear(self._modules)
             self.levels, self._frames, self._modules, self._paths = [], [], {}, {}
 
     def forget(self, mark: tuple[int, int]) -> None:
         """Drops what was recorded since `mark`: the model is run again with other marks."""
-        del self.visits[mark[0] :], self.runs[mark[1] :]
+        level = self.evaluation.level
+        del level.visits[mark[0] :], level.records[mark[1] :]
 
     @property
     def mark(self) -> tuple[int, int]:
         """How much was recorded so far."""
-        return len(self.visits), len(self.runs)
+        level = self.evaluation.level
+        return len(level.visits), len(level.records)
 
-    def found(self, runs: Sequence[Raw]) -> tuple[list[Visit], list[Returned]]:
-        """The visits with what was measured, and what came back from transforms: `runs`, or their gradient."""
+    def found(self, raw: Any) -> tuple[list[Visit], list[Returned]]:
+        """Visits with what was measured, and what came back in slots; `raw` is `Evaluation.raw`, or its gradient."""
+        runs, seen = runs_in(raw), self.evaluation.visits(of_model=True)
         kept = [record for run in runs for record in _flat(run.here)]
         slots = [(path, record) for run in runs for path, records in run.inside.items() for record in records]
-        paths = [visit.path for visit in self.visits if visit.place == _LEVEL]
+        paths = [visit.path for visit in seen if visit.place == _LEVEL]
         records = place_layers([*zip(paths, kept, strict=True), *slots])
         here = iter(records)
         visits = [
-            dataclasses.replace(visit, record=next(here).merged()) if visit.place == _LEVEL else visit
-            for visit in self.visits
+            dataclasses.replace(visit, record=next(here).merged()) if visit.place == _LEVEL else visit for visit in seen
         ]
         return visits, [(path, "", record) for (path, _), record in zip(slots, here, strict=True)]
 
     def stacks(self, params: Mapping[Path, Any]) -> tuple[dict[Path, tuple[int, int]], dict[Path, int]]:
         """See `find_stacks`."""
-        visits, returned = self.found(self.runs)
+        visits, returned = self.found(self.evaluation.raw)
         records = [(visit.path, visit.record) for visit in visits if visit.record is not None]
         return find_stacks(self._inside, params, records + [(path, record) for path, _, record in returned])
 
@@ -214,8 +214,7 @@ class NNXRecorder:
             return output
         if not here or level is not self.levels[0]:
             self._inside |= {name: axes_of(param) for name, param in own_params(path, module).items()}
-        with carried_by(None):
-            record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, *visit.key[1:], below)
+        record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, *visit.key[1:], below)
         slots = level.keep(record) if here else put(module, record)
         return tapped(self._measure, output, record, slots) if isinstance(slots, Record) else output
 
@@ -255,7 +254,7 @@ class NNXRecorder:
         inside = {path: axes for body in bodies for path, axes in body.notes.items()}
         seen = {path: self._axes_around(path) for path in inside}
         if axis:
-            leaves, structure = jax.tree.flatten(records, is_leaf=_is_record)
+            leaves, structure = jax.tree.flatten(records, is_leaf=is_record)
             length = leaves[0].stack_shape[0] if leaves else 0
             whole = {path: axes or self._axes_at_most(path, length) for path, axes in seen.items()}
             layered = [is_layered(visit.path, whole, inside) for visit in visits if visit.place == _LEVEL]
@@ -295,9 +294,5 @@ def _part(path: Path, owner: Path) -> Path:
     return path[:end] if path[: len(owner)] == owner else path
 
 
-def _is_record(node: Any) -> bool:
-    return isinstance(node, Record)
-
-
 def _flat(records: Any) -> list[Record]:
-    return jax.tree.leaves(records, is_leaf=_is_record)
+    return jax.tree.leaves(records, is_leaf=is_record)

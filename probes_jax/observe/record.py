@@ -70,6 +70,11 @@ class Record:
         return tuple(position for position in self.stack if position is not None)
 
 
+def is_record(node: object) -> bool:
+    """Whether a node of a pytree is a whole record (`is_leaf` of `jax.tree.map`)."""
+    return isinstance(node, Record)
+
+
 def float_leaves(output: Any) -> dict[str, jax.Array]:
     """The float arrays in any pytree, by their path in it (`"h"`, `"0.k"`); a single one has the path `""`.
 

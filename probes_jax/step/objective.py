@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probes_jax.observe.evaluation import Evaluation
 from probes_jax.observe.named import LossObserver, observing
 from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.rngs import Rngs
@@ -43,7 +44,7 @@ class Part:
         state: The model's new state.
         aux: `Loss.aux`.
         names: The point behind each of `points` (static).
-        raw: The points as the binding keeps them: the structure of the slots of taps.
+        raw: Everything observed, as `Evaluation` keeps it: the structure of the slots of taps.
         gradients: Summaries of the backward gradients, and `gradient_names` the point behind each (static).
     """
 
@@ -118,16 +119,19 @@ class Objective:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
         size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
         measure = self._measure(size) if self.scan else None
-        taps, own_taps = taps or (None, None)
-        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, taps=taps)
-        own = LossObserver(self._measure(size), own_taps)
-        with observing(own) if self.scan else contextlib.nullcontext():
+        evaluation = Evaluation(taps)
+        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, evaluation=evaluation)
+        own = LossObserver(self._measure(size), evaluation)
+        with contextlib.ExitStack() as stack:
+            if self.scan:
+                stack.enter_context(observing(own))
+                stack.enter_context(evaluation.around(self.loss_fn))
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
         notes.seen = tuple(point for point in (*captured.seen, *result.seen) if self._is_wanted(point))
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
-        notes.backward = lambda found: self._tapped({**captured.backward(found[0]), **own.backward(found[1])})
+        notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)})
         missing = self._wanted({**captured.missing, **result.missing})
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
@@ -142,7 +146,7 @@ class Objective:
             captured.state,
             tokens.aux,
             names,
-            (captured.raw, tuple(own.records)),
+            evaluation.raw,
         )
         return total, weight, part
 

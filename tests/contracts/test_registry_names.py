@@ -30,7 +30,9 @@ def reported_names() -> set[str]:
         ("lr", optax.partition({name: pj.chain(("lr", optax.scale_by_learning_rate(0.1))) for name in "ab"}, labels)),
     )
     state = make_state(plan=plan, tx=tx, loss_fn=loss_fn, loss_scale="dynamic")
-    rates = {label: pj.chain(("lr", optax.scale_by_learning_rate(rate))) for label, rate in (("top", 0.1), ("rest", 0.01))}
+    rates = {
+        label: pj.chain(("lr", optax.scale_by_learning_rate(rate))) for label, rate in (("top", 0.1), ("rest", 0.01))
+    }
     groups = optax.multi_transform(rates, lambda params: {k: "top" if k == "head" else "rest" for k in params})
     names: set[str] = set()
     for _ in range(2):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
 import numpy as np
 
 from probes_jax.observe.binding import Captured, slots_like
+from probes_jax.observe.evaluation import Evaluation as ObservedEvaluation
 from probes_jax.observe.point import INPUT
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.wrap import wrap
@@ -29,6 +31,15 @@ class Evaluation:
     backward: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # the same of gradients
 
 
+def observe_loss(binding, loss_fn, params, state, batch, rngs, measure, taps=None):
+    """As the step does it, without the points of the loss function itself."""
+    evaluation = ObservedEvaluation(taps)
+    bound = binding.bind(params, state, rngs=rngs, measure=measure, evaluation=evaluation)
+    with evaluation.around(loss_fn) if measure else contextlib.nullcontext():
+        loss = loss_fn(bound, batch, rngs)
+    return loss, bound.finish()
+
+
 def make_step(binding, loss_fn, measure=summarize_magnitude):
     """A jittable function, and the list to which each of its traces appends what it captured."""
     traces = []
@@ -36,9 +47,7 @@ def make_step(binding, loss_fn, measure=summarize_magnitude):
     def step(params, state, batch, key):
         def objective(params):
             rngs = Rngs(key)
-            bound = binding.bind(params, state, rngs=rngs, measure=measure)
-            loss = loss_fn(bound, batch, rngs)
-            captured = bound.finish()
+            loss, captured = observe_loss(binding, loss_fn, params, state, batch, rngs, measure)
             traces.append(captured)
             return loss, (list(captured.points.values()), captured.state, captured.outputs)
 
@@ -155,9 +164,8 @@ def _tapped_step(binding, loss_fn, batch, parts, measure):
 
     def objective(params, taps):
         rngs = Rngs(KEY)
-        bound = binding.bind(params, parts.state, rngs=rngs, measure=measure, taps=taps)
-        loss = loss_fn(bound, batch, rngs)
-        captured = found["captured"] = bound.finish()
+        loss, found["captured"] = observe_loss(binding, loss_fn, params, parts.state, batch, rngs, measure, taps)
+        captured = found["captured"]
         return loss, (captured.raw, (list(captured.points.values()), captured.state, captured.outputs))
 
     def step(params):

@@ -108,7 +108,7 @@ def test_l001_a_copy_of_ours_that_comes_back_in_is_dropped():
     assert set(captured.state) == set(parts.state) == {"cache"}
     old = bound._recorder
     for name in (old.collection, old.slots):  # as a checkpoint of a run that kept it would hold it
-        carried = {**parts.state, name: captured.raw[0]}
+        carried = {**parts.state, name: captured.raw[0].records}
         again = binding.bind(parts.params, carried, rngs=Rngs(KEY), measure=summarize_magnitude)
         again(X)
         result = again.finish()

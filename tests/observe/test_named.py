@@ -125,7 +125,8 @@ def test_in_the_loss_function(microbatches):
 
     def loss_fn(model, batch, rngs):
         z = pj.observe("z", model(batch["tokens"])[..., 0])
-        jax.checkpoint(lambda z: pj.observe("inside", z))(z)
+        z = jax.checkpoint(lambda z: pj.observe("inside", z))(z)
+        jax.jit(lambda z: pj.observe("hidden", z))(z)
         return pj.Loss(nll=z**2)
 
     state = make_state(loss_fn=loss_fn, plan=pj.Plan(scan_every=2), microbatches=microbatches, donate=False)
@@ -135,7 +136,10 @@ def test_in_the_loss_function(microbatches):
     # d mean(z^2) / dz = 2 z / n
     n = make_batch()["tokens"].size
     assert found["grad_act/loss_fn/z/rms"] == pytest.approx(2 * found["act/loss_fn/z/rms"] / n, rel=1e-5)
-    assert dict(report.coverage.missing)["loss_fn/inside"].startswith("inside a JAX transform in loss_fn")
+    for statistic in ("act/{}/mean_square", "grad_act/{}/rms"):
+        z, inside = (found[statistic.format(f"loss_fn/{name}")] for name in ("z", "inside"))
+        assert inside == pytest.approx(z, rel=1e-6)
+    assert dict(report.coverage.missing)["loss_fn/hidden"].startswith("inside a JAX transform in loss_fn")
     _, light = pj.monitored_train_step(after, make_batch())
     assert not [name for name in light.scalars() if name.startswith("act/")]
     assert np.isfinite(light.scalars()["loss/mean"])

@@ -76,6 +76,32 @@ def test_stacked_layers_have_a_gradient_each():
     assert_rows(rows, jax.grad(lambda zeros: run(zeros)[0])(zeros))
 
 
+class Empty(nnx.Module):
+    """Transforms without a module in them before those that have one."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        scale = jax.lax.scan(lambda total, x: (total + x, None), 0.0, jnp.ones(5))[0]
+        scale = jax.lax.cond(scale > 0, lambda s: s, jnp.negative, scale)
+        graph, state = nnx.split(self.dense)
+        x = jax.lax.map(lambda x: nnx.merge(graph, state)(x), x)
+        return scale * jax.lax.cond(scale > 0, lambda x: nnx.merge(graph, state)(x), lambda x: x, x)
+
+
+def test_a_transform_without_a_module_takes_no_slot_of_another():
+    def square(model, batch, rngs):
+        return jnp.sum(jnp.square(model(batch)))
+
+    binding, parts = start(Empty(nnx.Rngs(0)), square, X)
+    _, _, rows = backward_rows(binding, square, X, parts)
+    assert binding.marks.lifted
+    kernel, bias = (np.asarray(parts.params["dense"][name], np.float64) for name in ("kernel", "bias"))
+    y = (np.asarray(X) @ kernel + bias) @ kernel + bias
+    assert_rows(rows, {"dense": 50 * y @ kernel.T, "dense#1": 50 * y, "output": 10 * y})
+
+
 def test_repeated_calls_and_outputs_of_any_kind():
     binding, parts = start(Linears(nnx.Rngs(0)), mean_output, X)
     observed = evaluate(binding, mean_output, X, parts)

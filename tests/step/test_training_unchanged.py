@@ -10,6 +10,9 @@ import probes_jax as pj
 from tests.step.small import GROUPS, Model, copy, make_batch, make_state, make_tx, plain_step
 
 
+pytestmark = pytest.mark.optimized
+
+
 def train(state, steps, start=0):
     for seed in range(start, start + steps):
         state, _ = pj.monitored_train_step(state, make_batch(seed))

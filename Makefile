@@ -31,7 +31,7 @@ demo: $(VENV)/.runtime ## train a small language model with every probe on (ARGS
 
 test: $(VENV)/.dev ## every test, and the examples in the docstrings
 	PROBES_TESTS=quick $(PYTEST) -m "not optimized"
-	$(PYTEST) -m optimized tests || [ $$? = 5 ]
+	$(PYTEST) -m optimized || [ $$? = 5 ]
 
 test-core: $(VENV)/.dev ## the package's own tests without the slow ones, for the second pair of Python and JAX
 	PROBES_TESTS=quick $(PYTEST) -m "not slow" $(CORE)

@@ -100,7 +100,7 @@ class Run:
         if about is None and self.flight_step() is not None:
             about = {"format": FORMAT, "created": None}
         if about is None:
-            hint = _hint(path, context) or "nothing was recorded there yet"
+            hint = _hint(path, context) or "nothing was recorded there yet, or PROBES_JAX=off was set"
             raise FileNotFoundError(f"no run in {path!r}: it has no entries/run.json ({hint})")
         found = about.get("format")
         if found != FORMAT:

@@ -94,7 +94,7 @@ def takes_input(point: Point) -> bool:
 def _role(point: Point) -> str:
     names = [re.sub(r"_?\d+\Z", "", element).lstrip("_").lower() for element in point.path if not element.isdecimal()]
     last, above = (names or [""])[-1], names[-2] if len(names) > 1 else ""
-    if not point.path or _is_output_layer(point, last):
+    if _is_output_layer(point, last) or (not point.path and point.method == "__call__"):
         return "logits"
     for rules, word in ((_NORMALIZED, last), (_FIRST_BY_CLASS, point.class_name)):
         if (role := _first(rules, word)) is not None:
@@ -107,7 +107,8 @@ def _role(point: Point) -> str:
 
 def _is_output_layer(point: Point, last: str) -> bool:
     """An embedding used the other way round."""
-    return point.method == "attend" or (point.method == "decode" and _EMBEDDING.fullmatch(last) is not None)
+    is_embedding = _EMBEDDING.fullmatch(last) or "Embed" in point.class_name
+    return point.method in ("attend", "decode") and bool(is_embedding)
 
 
 def _first(rules: Sequence[tuple[str, str]], word: str) -> str | None:

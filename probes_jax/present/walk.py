@@ -18,7 +18,9 @@ def scanned_steps(run: History) -> np.ndarray:
 
 
 def walk_run(run: History, step: int | None = None) -> Walk:
-    """The walk at one step of a run; by default the last that scanned.
+    """The walk at one step of a run; by default the last that scanned, or where the NaN in it began.
+
+    A later scan tells nothing of that: the update after the first one has spread it over the parameters.
 
     Raises:
         ValueError: The run has no scan, or none at this step.
@@ -26,7 +28,7 @@ def walk_run(run: History, step: int | None = None) -> Walk:
     scanned = scanned_steps(run)
     if not scanned.size:
         raise ValueError("the run holds no scan of activations; Plan.scan_every says when one is made")
-    step = int(scanned[-1]) if step is None else step
+    step = _telling(run, scanned) if step is None else step
     if step not in scanned:
         near = scanned[np.argmin(np.abs(scanned - step))]
         raise ValueError(f"activations were not measured at step {step}; the nearest step that did is {near}")
@@ -41,6 +43,22 @@ def walk_run(run: History, step: int | None = None) -> Walk:
             values[index], present[index] = column[here[-1]], True
         past[name] = column[(steps < step) & seen]
     return walk(Readings(step, "full", names, values, present), past.__getitem__)
+
+
+def _telling(run: History, scanned: np.ndarray) -> int:
+    """The last scan; of several in a row up to it that were not finite, the first."""
+    spoilt = {int(step) for name in ("act/abs_max", WORST) for step in _not_finite(run, name)}
+    told = int(scanned[-1])
+    for step in map(int, scanned[::-1]):
+        if step not in spoilt:
+            break
+        told = step
+    return told
+
+
+def _not_finite(run: History, name: str) -> np.ndarray:
+    steps, values, present = read(run, name)
+    return steps[present & ~np.isfinite(values)]
 
 
 def jumps(run: History) -> list[int]:

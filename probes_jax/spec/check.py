@@ -93,3 +93,13 @@ def roles(name: str, value: Any) -> tuple[tuple[str, str], ...]:
             )
         pattern(name, pair[0])
     return tuple((str(first), str(second)) for first, second in pairs)
+
+
+def known_roles(plan: Any) -> None:
+    """Roles in `include` and `exclude` that nothing can have."""
+    known = (*ROLES, *(role for _, role in plan.roles))
+    for name in ("include", "exclude"):
+        for text in getattr(plan, name):
+            role = text.removeprefix("role:")
+            if role != text and role not in known:
+                raise ValueError(f"Plan {name} {text!r} names no role; the roles are {', '.join(known)}")

@@ -14,7 +14,9 @@ from probes_jax.spec.fold_names import Folded, fold_names
 _LAYER = "[*]"  # stands for a layer number in the name of a point of a scanned layer
 _MOST = 8  # lines of what is missing, where it is printed
 HEADINGS = ("point", "layers", "role", "class", "shape", "out of", "measured")
-LIGHT_ONLY = "activations are observed by the full program only, every Plan.scan_every steps"
+LIGHT_ONLY = (
+    "activations are observed by the full program only, every Plan.scan_every steps (never with PROBES_JAX=off)"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,6 +101,7 @@ class Plan:
         if not isinstance(self.unit, str) or not re.fullmatch(r"[a-z]+", self.unit):
             raise ValueError(f'Plan unit must be one word such as "token" or "example", got {self.unit!r}')
         self._set("roles", check.roles("Plan roles", self.roles))
+        check.known_roles(self)
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise ValueError(f"Plan guard must be a Guard or None, got {self.guard!r}; write guard=Guard()")
         self._check_groups()

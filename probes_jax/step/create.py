@@ -216,4 +216,13 @@ def _trace_model(
 
     args = (core.params, core.frozen, core.model_state, batch, key)
     jax.eval_shape(under(partition, trace, args) if partition.manual else trace, *args)
+    _check_include(objective, notes)
     return notes
+
+
+def _check_include(objective: Objective, notes: Notes) -> None:
+    points = (*notes.seen, *notes.left_out)
+    for text in objective.plan.include:
+        if not any(objective.matches(text, point) for point in points):
+            names = ", ".join(dict.fromkeys(str(point) for point in points[:8]))
+            raise ValueError(f"Plan include {text!r} matches no point of this model; its points are {names}, ...")

@@ -139,7 +139,10 @@ def find_logits(tokens: Tokens, outputs: list[Any]) -> tuple[jax.Array | None, s
         if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.ndim >= 1
     ]
     if not leaves:
-        return None, "the model returned no float array; pass Loss(logits=...)"
+        return None, (
+            "no float array came out of a call of the model (one inside a JAX transform in loss_fn stays inside); "
+            "return the logits from the transform too, and pass Loss(logits=...)"
+        )
     widest = max(x.shape[-1] for x in leaves)
     found = [x for x in leaves if x.shape[-1] == widest]
     if len(found) > 1:

@@ -81,6 +81,7 @@ class Notes:
     """What tracing found out about the model; the same on every trace of one program."""
 
     seen: tuple[Point, ...] = ()
+    left_out: tuple[Point, ...] = ()  # by the plan
     tokens: int = 1  # in one microbatch, valid or not
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     stacks: dict[tuple[str, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -129,7 +130,9 @@ class Objective:
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
-        notes.seen = tuple(point for point in (*captured.seen, *result.seen) if self._is_wanted(point))
+        seen = (*captured.seen, *result.seen)
+        notes.seen = tuple(point for point in seen if self._is_wanted(point))
+        notes.left_out = tuple(point for point in seen if not self._is_wanted(point))
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
         notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)})
         missing = self._wanted({**captured.missing, **result.missing})
@@ -150,14 +153,15 @@ class Objective:
         )
         return total, weight, part
 
+    def matches(self, text: str, point: Point) -> bool:
+        """Whether a word of `Plan.include` or `Plan.exclude` means this point."""
+        if text.startswith("role:"):
+            return text == f"role:{role_of(point, self.plan.roles)}"
+        return re.search(text, str(point)) is not None
+
     def _is_wanted(self, point: Point) -> bool:
-        role = role_of(point, self.plan.roles)
-
-        def matches(text: str) -> bool:
-            return text == f"role:{role}" or (not text.startswith("role:") and re.search(text, str(point)) is not None)
-
-        included = not self.plan.include or any(map(matches, self.plan.include))
-        return included and not any(map(matches, self.plan.exclude))
+        included = not self.plan.include or any(self.matches(text, point) for text in self.plan.include)
+        return included and not any(self.matches(text, point) for text in self.plan.exclude)
 
     def _wanted(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
         """Without those that the plan excludes; what nobody reads is not computed."""

@@ -150,6 +150,7 @@ def test_the_lines_for_shard_map_run(tmp_path, monkeypatch):
     assert names["report"].scalars()["data/tokens"] == make_batch()["mask"].sum()
 
 
+@pytest.mark.optimized
 def test_the_diff_for_shard_map_is_two_steps_that_train_alike():
     """The lines before and after, put together and run."""
     blocks = re.findall(

@@ -116,7 +116,8 @@ def test_a_trained_model_on_the_command_line(tmp_path, capsys):
         "Embed",
         (8, 6, 8),
     )
-    assert all(point.gradient and not point.layers and not point.through for point in points.values())
+    assert not any(point.layers or point.through for point in points.values())
+    assert all(point.gradient != name.endswith(".input") for name, point in points.items())
     assert main(["coverage", str(tmp_path / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert Coverage.from_json(found) == report.coverage

@@ -50,6 +50,14 @@ def test_the_steps_of_a_run():
         walk_run(FakeRun({"loss/mean": [1.0]}))
 
 
+def test_a_walk_begins_where_the_nan_of_the_last_scan_began():
+    nan = float("nan")
+    spoilt = run_with(act__abs_max=(STEPS, [nan, 1.0, 1.0, nan, nan]))
+    assert walk_run(spoilt).step == 300  # at 400 the parameters are spoilt; that at 0 was another one
+    assert walk_run(run_with(grad_act__abs_max=(STEPS, [0.5, 0.4, 0.6, 0.5, nan]))).step == 400
+    assert walk_run(run_with(act__abs_max=(STEPS, [1.0, nan, 1.0, 1.0, 1.0]))).step == 400
+
+
 def test_a_recorded_run_on_the_command_line(tmp_path, capsys):
     """A model whose second layer is blown up at the last step."""
     from tests.step.small import GROUPS, make_batch, make_state

@@ -108,3 +108,11 @@ def test_the_last_step_that_int32_counts_is_no_end():
     assert report.scalars()["loss/mean"] > 0
     with pytest.raises(ValueError, match=r"Plan scan_every must be below 2\*\*31"):
         pj.Plan(scan_every=2**40)
+
+
+def test_what_no_point_matches_is_refused():
+    with pytest.raises(ValueError, match=r"include 'blokc' matches no point of this model; its points are embed,"):
+        make_state(plan=pj.Plan(groups=GROUPS, include=("embed", "blokc")))
+    with pytest.raises(ValueError, match="exclude 'role:nrm' names no role; the roles are embedding,"):
+        pj.Plan(exclude=("role:nrm",))
+    assert pj.Plan(exclude=("role:mine",), roles=(("up$", "mine"),)).roles

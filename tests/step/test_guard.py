@@ -190,6 +190,7 @@ def test_a_nan_in_a_frozen_gradient_is_caught():
     assert np.isfinite(values.gradient_norm)
 
 
+@pytest.mark.optimized
 def test_a_dynamic_loss_scale_skips_the_same_with_monitoring_off(monkeypatch):
     """An infinite loss with finite gradients is no overflow: both apply the update."""
 

@@ -89,6 +89,7 @@ def test_every_metric_is_that_of_one_call_on_one_device(nll):
     assert "grad_act/loss_fn/nll/rms" in found[0].scalars()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("model", MODELS)
 def test_training_does_not_differ_in_a_bit(model, monkeypatch):
     plan = pj.Plan(groups=GROUPS, scan_every=2, backward=False)

@@ -9,7 +9,6 @@ import pytest
 import probes_jax as pj
 from tests.step.small import GROUPS, Model, copy, make_batch, make_state, make_tx, plain_step
 
-
 pytestmark = pytest.mark.optimized
 
 

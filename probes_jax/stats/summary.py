@@ -92,10 +92,9 @@ class Summary:
         return self._with(self.sums + other.sums, jnp.maximum(self.maxima, other.maxima))
 
     def collapse(self, axis: int = 0) -> Summary:
-        """Merges along one stack axis (microbatches, layers)."""
-        return self._with(
-            jnp.sum(self.sums, axis=axis), None if self.maxima is None else jnp.max(self.maxima, axis=axis)
-        )
+        """Merges along one stack axis (microbatches, layers); of no entry at all, the summary of nothing."""
+        maxima = None if self.maxima is None else jnp.max(self.maxima, axis=axis, initial=-jnp.inf)
+        return self._with(jnp.sum(self.sums, axis=axis), maxima)
 
     def identity(self) -> Summary:
         """The summary of nothing, of the same shape and lying the same way: merging it changes nothing."""

@@ -228,3 +228,12 @@ def test_a_module_that_changes_inside_fails_as_without_observation():
     for measure in (summarize_magnitude, None):
         with pytest.raises(Exception, match="different trace level"):
             evaluate(binding, loss_of("vmap"), X, parts, measure)
+
+
+def test_a_scan_without_an_iteration_measures_nothing():
+    def loss(model, x, rngs):
+        return squares(model, x) + jax.lax.scan(lambda total, x: (total + squares(model, x), None), 0.0, x[:0])[0]
+
+    binding, parts = PREPARE("nnx")
+    rows = evaluate(binding, loss, X, parts).rows
+    assert (rows["output"]["count"], rows["output#1"]["count"]) == (12.0, 0.0)

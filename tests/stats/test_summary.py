@@ -120,6 +120,14 @@ def test_collapse_is_the_merge_of_the_stack(kind):
     _equal(a.collapse(0), merge_all(rows))
 
 
+@pytest.mark.parametrize("kind", MERGEABLE)
+def test_a_stack_without_an_entry_is_the_summary_of_nothing(kind):
+    a = _example(kind, 0)  # a stack of three
+    nothing = jax.tree.map(lambda x: x[:0], a).collapse(0)
+    one = jax.tree.map(lambda x: x[0], a)
+    _equal(one.merge(nothing), one)
+
+
 def test_unlike_summaries_do_not_merge():
     a = summarize_norm(jnp.ones((4, 2)))
     with pytest.raises(ValueError, match="cannot merge norm rows"):

@@ -143,6 +143,7 @@ def finish(console, folder: Path, by_hand: bool) -> None:
     ways = {
         shlex.join([str(python), "-m", "tensorboard.main", "--logdir", f"{folder}/events"]): "its curves",
         shlex.join([str(python), "-m", "probes_jax", "screen", str(folder)]): "this table again",
+        shlex.join([str(python), "-m", "probes_jax", "coverage", str(folder)]): "what of the model is seen",
         f'probes_jax.open_run("{folder}")': "every number, in Python",
     }
     console.print(f"The run is in {folder}:", markup=False, soft_wrap=True)

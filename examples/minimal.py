@@ -39,4 +39,4 @@ with pj.Recorder("runs/minimal", plan) as recorder, pj.LiveSignals(recorder, pla
         state, report = pj.monitored_train_step(state, batch)
         recorder.record(report)
         live.update()
-pj.print_screen(pj.open_run("runs/minimal"))
+pj.print_screen(pj.open_run("runs/minimal"))  # with PROBES_JAX=off there is no run to open

@@ -34,7 +34,8 @@ test: $(VENV)/.dev ## every test, and the examples in the docstrings
 	$(PYTEST) -m optimized || [ $$? = 5 ]
 
 test-core: $(VENV)/.dev ## the package's own tests without the slow ones, for the second pair of Python and JAX
-	PROBES_TESTS=quick $(PYTEST) -m "not slow" $(CORE)
+	PROBES_TESTS=quick $(PYTEST) -m "not slow and not optimized" $(CORE)
+	$(PYTEST) -m "not slow and optimized" $(CORE)
 
 test-models: $(MODELS_VENV)/.models ## models of other packages, unedited (1.1 GB, minutes; not part of make test)
 	$(MODELS_VENV)/bin/python -m pytest --disable-warnings tests/models $(ARGS)

@@ -162,7 +162,7 @@ MODELS = (
         points=47,
         batch=images,
     ),
-    RealModel("llama", "`Llama3`, google-tunix (nnx)", llama, _tunix_logits, points=34),
+    RealModel("llama", "`Llama3`, google-tunix (nnx)", llama, _tunix_logits, points=39),
     RealModel(
         "gemma",
         "`Gemma3`, google-tunix (nnx; `nnx.remat` around each layer, tied embedding)",
@@ -170,5 +170,5 @@ MODELS = (
         _tunix_logits,
         points=137,
     ),
-    RealModel("qwen", "`Qwen3`, google-tunix (nnx; mixture of experts)", qwen, _tunix_logits, points=32),
+    RealModel("qwen", "`Qwen3`, google-tunix (nnx; mixture of experts)", qwen, _tunix_logits, points=39),
 )

@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "jumps against its own history.",
     )
     walk.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
-    walk.add_argument("--step", type=int, help="a step that scanned activations; by default the last")
+    walk.add_argument(
+        "--step", type=int, help="a step that scanned activations; by default the last, or its NaN's first"
+    )
     walk.set_defaults(run_command=_walk)
 
     coverage = commands.add_parser(

@@ -68,15 +68,14 @@ def pattern(name: str, value: Any) -> str:
     return value
 
 
-def chosen(name: str, value: Any) -> str:
-    """A regular expression, or `role:` and a word."""
-    if isinstance(value, str) and value.startswith("role:"):
-        if not value.removeprefix("role:").strip():
-            raise ValueError(
-                f"{name} {value!r} names no role; the roles are {', '.join(ROLES)}, and those of Plan roles"
-            )
-        return value
-    return pattern(name, value)
+def chosen(name: str, value: Any, more: tuple[str, ...] = ()) -> str:
+    """A regular expression, or `role:` and one of `ROLES` or of `more`."""
+    if not isinstance(value, str) or not value.startswith("role:"):
+        return pattern(name, value)
+    if value.removeprefix("role:") not in (*ROLES, *more):
+        own = f", and {', '.join(more)} of Plan roles" if more else ", and those of Plan roles"
+        raise ValueError(f"{name} {value!r} names no role; the roles are {', '.join(ROLES)}{own}")
+    return value
 
 
 def roles(name: str, value: Any) -> tuple[tuple[str, str], ...]:
@@ -93,13 +92,3 @@ def roles(name: str, value: Any) -> tuple[tuple[str, str], ...]:
             )
         pattern(name, pair[0])
     return tuple((str(first), str(second)) for first, second in pairs)
-
-
-def known_roles(plan: Any) -> None:
-    """Roles in `include` and `exclude` that nothing can have."""
-    known = (*ROLES, *(role for _, role in plan.roles))
-    for name in ("include", "exclude"):
-        for text in getattr(plan, name):
-            role = text.removeprefix("role:")
-            if role != text and role not in known:
-                raise ValueError(f"Plan {name} {text!r} names no role; the roles are {', '.join(known)}")

@@ -95,13 +95,12 @@ class Plan:
         check.flag("Plan skip_empty", self.skip_empty)
         check.flag("Plan backward", self.backward)
         check.pattern("Plan embeddings", self.embeddings)
+        self._set("roles", check.roles("Plan roles", self.roles))
         for name in ("include", "exclude"):
             for text in getattr(self, name):
-                check.chosen(f"Plan {name}", text)
+                check.chosen(f"Plan {name}", text, tuple(role for _, role in self.roles))
         if not isinstance(self.unit, str) or not re.fullmatch(r"[a-z]+", self.unit):
             raise ValueError(f'Plan unit must be one word such as "token" or "example", got {self.unit!r}')
-        self._set("roles", check.roles("Plan roles", self.roles))
-        check.known_roles(self)
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise ValueError(f"Plan guard must be a Guard or None, got {self.guard!r}; write guard=Guard()")
         self._check_groups()

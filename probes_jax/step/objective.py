@@ -132,7 +132,7 @@ class Objective:
         notes.tokens = max(tokens.nll.size, 1)
         seen = (*captured.seen, *result.seen)
         notes.seen = tuple(point for point in seen if self._is_wanted(point))
-        notes.left_out = tuple(point for point in seen if not self._is_wanted(point))
+        notes.left_out = tuple(point for point in seen if point not in notes.seen)
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
         notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)})
         missing = self._wanted({**captured.missing, **result.missing})

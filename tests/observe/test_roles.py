@@ -99,3 +99,8 @@ def test_what_is_read_at_the_input(path, class_name, role):
     if role:
         assert role_of(Point(module, class_name, INPUT)) == role
         assert role in ROLES
+
+
+def test_methods_of_one_s_own_are_no_output_layer():
+    assert role_of(Point(("blocks", "0", "mix"), "Mixer", "attend")) != "logits"
+    assert role_of(Point((), "Model", "encode")) != "logits"

@@ -55,8 +55,8 @@ class Plan:
         exclude: The same, for those that are not observed.
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
-        feature_axes: Mesh axes that shard the last axis of activations. A wrong guess costs a small collective,
-            never a wrong number.
+        feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A
+            wrong guess of either costs a small collective (`pj.inspect` shows it), never a wrong number.
         unit: What one element of `Loss.nll` is, in the singular: "token", "example", "pixel". Tables say it where
             they give units; the names of metrics stay.
     """
@@ -76,7 +76,7 @@ class Plan:
     exclude: tuple[str, ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
     token_axes: tuple[str, ...] | None = None
-    feature_axes: tuple[str, ...] = ()
+    feature_axes: tuple[str, ...] | None = None
     unit: str = "token"
 
     def __post_init__(self) -> None:
@@ -84,8 +84,7 @@ class Plan:
             "groups",
             "include",
             "exclude",
-            "feature_axes",
-            *(() if self.token_axes is None else ("token_axes",)),
+            *(name for name in ("token_axes", "feature_axes") if getattr(self, name) is not None),
         ):
             self._set(name, check.names(f"Plan {name}", getattr(self, name)))
         for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):

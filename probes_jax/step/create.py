@@ -40,8 +40,9 @@ def make_core(
     wrt: Wrt,
     loss_scale: LossScale | None,
     partition: Partition,
+    abstract: bool = False,
 ) -> Core:
-    """Initializes parameters, optimizer state and monitor state, sharded and committed."""
+    """Initializes parameters, optimizer state and monitor state, sharded and committed; or only says how they lie."""
 
     def init(key: jax.Array, batch: Any, variables: Any) -> tuple[Any, Any]:
         parts = binding.init(loss_fn, batch, key, variables)
@@ -51,6 +52,8 @@ def make_core(
     _check_params(shapes[0])
     specs = binding.partition_specs(*shapes)
     place = _placements(shapes, specs, shardings, partition)
+    if abstract:
+        return _lay_out(tx, plan, key, jax.tree.map(_lying, shapes, place), wrt, loss_scale, partition)
     if binding.has_arrays:  # made already: under jit they would be constants of the program
         params, state = jax.device_put(init(key, batch, variables), place)
     else:
@@ -61,6 +64,29 @@ def make_core(
     key_data = jnp.array(jax.random.key_data(key), copy=True)  # the step donates it, and the key is the caller's
     rest = jax.device_put((key_data, init_monitor(plan, loss_scale)), partition.everywhere())
     return Core(trained, frozen, state, opt_state, *rest)
+
+
+def _lying(shape: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _lay_out(
+    tx: Any,
+    plan: Plan,
+    key: jax.Array,
+    model: Any,
+    wrt: Wrt,
+    loss_scale: LossScale | None,
+    partition: Partition,
+) -> Core:
+    """The same core as shapes with shardings, for devices that may not be here."""
+    params, state = model
+    trained, frozen = split_trained(params, wrt)
+    opt_shapes = jax.eval_shape(tx.init, trained)
+    opt_state = jax.tree.map(_lying, opt_shapes, _optimizer_placements(opt_shapes, trained, partition))
+    rest = jax.eval_shape(lambda key: (jax.random.key_data(key), init_monitor(plan, loss_scale)), key)
+    everywhere = partition.everywhere()
+    return Core(trained, frozen, state, opt_state, *jax.tree.map(lambda x: _lying(x, everywhere), rest))
 
 
 def _check_params(params: Any) -> None:

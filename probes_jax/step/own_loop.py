@@ -86,6 +86,7 @@ class Monitor:
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)
+        partition = partition if plan.feature_axes is not None else partition.with_features(params)
         opt_state = jax.eval_shape(tx.init, params)
         core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, init_monitor(plan, None))
         binding = None if model is None else wrap(model)

@@ -54,7 +54,7 @@ class Partition:
     Attributes:
         mesh: None on one device.
         token_axes: For each leading dimension of a token array, the mesh axes that shard it.
-        feature_axes: Mesh axes that shard the last axis of activations.
+        feature_axes: Mesh axes that shard the features (or heads, experts) of activations.
         device: Where everything is without a mesh; None: the default device.
         manual: Axes of the `shard_map` or `pmap` of the user's that the step is under.
     """
@@ -109,17 +109,43 @@ class Partition:
             return self._tokens
         return self._split(self.token_axes[: len(shape)])
 
-    def activation(self, shape: tuple[int, ...], batch: int) -> Split:
-        """Split of an activation. Only an array whose first axis is the batch is taken to be sharded by tokens."""
+    def activation(self, shape: tuple[int, ...]) -> Split:
+        """Split of an activation: as far as its axes divide, tokens are cut on the first and features on the last.
+
+        Cutting what is not sharded is free (every device keeps one of the rows that it has), and not cutting what is
+        costs a collective. So everything is cut that may be sharded: the first axis also where it is not the batch
+        (tokens of all examples in one axis), of four axes the last but one (heads).
+        """
         if self.manual:
             return self._tokens
-        if self.mesh is None or not shape or shape[0] != batch:
+        if self.mesh is None or not shape:
             return WHOLE
-        dims = list(self.token_axes[: len(shape)])
-        feature_axes = tuple(axis for axis in self.feature_axes if not any(axis in group for group in dims))
-        if feature_axes and len(shape) > max(len(dims), 1):
-            dims += [()] * (len(shape) - len(dims) - 1) + [feature_axes]
+        dims: list[tuple[str, ...]] = [()] * len(shape)
+        for index, group in enumerate(self.token_axes[: len(shape)]):
+            dims[index] = group
+        features = tuple(axis for axis in self.feature_axes if not any(axis in group for group in dims))
+        size = math.prod(self.mesh.shape[axis] for axis in features)
+        heads = len(shape) - 2 if len(shape) > 3 else len(shape) - 1
+        for index in (heads, len(shape) - 1):
+            if index > 0 and not dims[index] and shape[index] % size == 0:
+                dims[index] = features
+                break
         return self._split(tuple(dims))
+
+    def with_features(self, params: Any) -> Partition:
+        """The same with the axes found that shard features: those of the last two axes of a parameter's matrices."""
+        if self.mesh is None or self.manual:
+            return self
+        tokens = {axis for group in self.token_axes for axis in group}
+        found = [
+            axis
+            for leaf in jax.tree.leaves(params)
+            if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding) and leaf.ndim > 1
+            for group in (*spec_dims(sharding.spec), *[()] * leaf.ndim)[: leaf.ndim][-2:]
+            for axis in group
+            if axis not in tokens
+        ]
+        return dataclasses.replace(self, feature_axes=tuple(dict.fromkeys(found)))
 
     def parameter(self, array: Any) -> Split:
         """Split of a parameter, from its own sharding."""
@@ -132,8 +158,9 @@ class Partition:
 def _home(batch: Any) -> Any:
     """The device of a batch that lies on one."""
     for leaf in jax.tree.leaves(batch):
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, SingleDeviceSharding):
-            return next(iter(leaf.sharding.device_set))
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, Sharding) and len(sharding.device_set) == 1:
+            return next(iter(sharding.device_set))
     return None
 
 
@@ -165,15 +192,15 @@ def find_partition(plan: Plan, batch: Any, mesh: Mesh | None, manual: tuple[str,
                 f"Plan token_axes={plan.token_axes}, but no mesh was found: shard the example batch, or pass shardings="
             )
         return Partition(device=_home(batch))
-    for axis in (*(plan.token_axes or ()), *plan.feature_axes):
+    for axis in (*(plan.token_axes or ()), *(plan.feature_axes or ())):
         if axis not in mesh.shape:
             raise ValueError(f"Plan names the mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
     if plan.token_axes is not None:
-        return Partition(mesh, (plan.token_axes,), plan.feature_axes)
+        return Partition(mesh, (plan.token_axes,), plan.feature_axes or ())
     specs = [
         spec_dims(leaf.sharding.spec)
         for leaf in jax.tree.leaves(batch)
         if isinstance(getattr(leaf, "sharding", None), NamedSharding) and leaf.ndim
     ]
     token_axes = max(specs, key=lambda dims: sum(len(group) for group in dims), default=())[:2]
-    return Partition(mesh, token_axes, plan.feature_axes)
+    return Partition(mesh, token_axes, plan.feature_axes or ())

@@ -67,6 +67,7 @@ class TrainState:
         microbatches: int = 1,
         loss_scale: Any = None,
         donate: bool = True,
+        abstract: bool = False,
     ) -> TrainState:
         """Makes the state before the first step.
 
@@ -84,6 +85,8 @@ class TrainState:
             microbatches: Splits axis 0 of the batch; gradients are added up before one update.
             loss_scale: A number (static), `"dynamic"`, or `pj.LossScale(...)`.
             donate: Let the step reuse the old state's memory. The old state is then gone after a step.
+            abstract: Make shapes with shardings instead of arrays, for `pj.inspect`: of a model larger than this
+                machine, or on a mesh of `pj.topology` devices. The batch may then be `jax.ShapeDtypeStruct`s.
 
         Raises:
             TypeError, ValueError: An argument does not fit; the message names it and says what to do.
@@ -100,6 +103,7 @@ class TrainState:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function (model, batch, rngs) -> pj.Loss, got {loss_fn!r}")
         check.flag("donate", donate)
+        check.flag("abstract", abstract)
         microbatches = check.integer("microbatches", microbatches, 1)
         chooser(wrt)
         check_batch(batch, microbatches)
@@ -108,7 +112,8 @@ class TrainState:
         binding = wrap(model)
         partition = find_partition(plan, batch, find_mesh(batch, shardings))
         with partition.advice():
-            core = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition)
+            core = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition, abstract)
+            partition = partition if plan.feature_axes is not None else partition.with_features(core.params)
             settings = describe(
                 binding,
                 tx,

@@ -30,7 +30,7 @@ class Array:
 
     Attributes:
         size: Bytes, without padding.
-        near: It lies in a memory beside the processor (`S(1)` and so on in the layout), not in the device's main memory.
+        near: It lies in a memory beside the processor (`S(1)` and so on in its layout), not in the main memory.
         text: Type and dimensions.
     """
 

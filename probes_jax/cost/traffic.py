@@ -24,14 +24,14 @@ class Collective:
 
     Attributes:
         op: One of `COLLECTIVES`.
-        shape: What is exchanged.
+        arrays: Type and dimensions of what comes out of it.
         looped: It runs once for each turn of a loop.
         times: How often it runs in a step.
         source: What it was traced from, as far as the compiler says.
     """
 
     op: str
-    shape: str
+    arrays: tuple[str, ...]
     looped: bool
     times: int
     source: str
@@ -45,9 +45,9 @@ def collectives(module: Module) -> list[Collective]:
         for each in here:
             op = each.op.removesuffix("-start")
             if op in COLLECTIVES:
-                shape = ", ".join(array.text for array in each.arrays)
+                arrays = tuple(array.text for array in each.arrays)
                 source = each.rest.partition('op_name="')[2].partition('"')[0]
-                found.append(Collective(op, shape, looped, times, source))
+                found.append(Collective(op, arrays, looped, times, source))
     return found
 
 

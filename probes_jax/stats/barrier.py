@@ -22,7 +22,7 @@ ad.deflinear(_barrier, lambda gradient: [gradient])
 
 
 def _lower(context: Any, x: Any) -> Any:
-    if not jax.config.jax_use_shardy_partitioner:
+    if not jax.config.values["jax_use_shardy_partitioner"]:  # the older partitioner has no such thing
         return [x]
     return [sdy.propagation_barrier(x, sdy.PropagationDirection.FORWARD)]
 

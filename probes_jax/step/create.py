@@ -21,7 +21,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.step.loss_scale import LossScale
 from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
-from probes_jax.step.objective import Notes, Objective
+from probes_jax.step.objective import LEFT_OUT, Notes, Objective
 from probes_jax.step.partition import Partition
 from probes_jax.step.select import Wrt, flatten, join, split_trained, unflatten
 from probes_jax.step.settings import Settings
@@ -194,6 +194,7 @@ def describe(
     rate, no_rate = find_learning_rate(core.opt_state)
     missing = {} if clip else {"grad/clip_rate": no_clip}
     missing |= {} if rate else {"opt/learning_rate": no_rate}
+    missing |= dict.fromkeys(plan.without, LEFT_OUT)
     return Settings(
         binding=binding,
         tx=called,

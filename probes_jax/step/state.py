@@ -112,7 +112,9 @@ class TrainState:
         binding = wrap(model)
         partition = find_partition(plan, batch, find_mesh(batch, shardings))
         with partition.advice():
-            core = make_core(binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition, abstract)
+            core = make_core(
+                binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition, abstract
+            )
             partition = partition if plan.feature_axes is not None else partition.with_features(core.params)
             settings = describe(
                 binding,

@@ -81,14 +81,14 @@ class Outlets:
         self._clock = clock
         self._sinks = _named(sinks, writer) if sinks is not None else self._default(plan, writer)
 
-    def deliveries(self, process: int) -> list[Delivery]:
-        """The threads to start on this process: the sinks on process 0 only, the flight record on each."""
+    def deliveries(self, process: int, processes: int) -> list[Delivery]:
+        """The threads to start on this process of so many: the sinks on process 0 only, the flight record on each."""
         found = []
         if self._folder is not None:
             path = flight_path(self._folder, process)
             if is_url(self._folder.root):
                 log.info("the run folder is a URL; the flight record of process %d is %s", process, path)
-            make = functools.partial(FlightRecord, path, process=process, clock=self._clock)
+            make = functools.partial(FlightRecord, path, process=process, processes=processes, clock=self._clock)
             found.append(Delivery(FLIGHT, make, capacity=_CAPACITY, flush_every=_SYNC_EVERY))
         if process == 0:
             for name, sink in self._sinks.items():

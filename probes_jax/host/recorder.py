@@ -19,7 +19,7 @@ from probes_jax.host.backlog import Backlog, Pending
 from probes_jax.host.drain import Drain
 from probes_jax.host.health import Health, log
 from probes_jax.host.outlets import Outlets
-from probes_jax.host.process import is_distributed, process_index
+from probes_jax.host.process import is_distributed, process_count, process_index
 from probes_jax.host.sink import Sink
 from probes_jax.host.timed import take_wait
 from probes_jax.host.worker import Worker
@@ -237,7 +237,8 @@ class Recorder:
         with self._starting:
             if self._worker is None:
                 index = process_index() if self._process_index is None else self._process_index
-                deliveries = self._outlets.deliveries(index or 0)
+                index = index or 0
+                deliveries = self._outlets.deliveries(index, max(process_count(), index + 1))
                 worker = Worker(self._backlog, deliveries, clock=self._clock, guarded=self._guarded)
                 self._drain = Drain(worker, self._patience)
                 self._distributed = is_distributed()

@@ -73,7 +73,7 @@ def find_unusual(run: History, plan: Plan | None = None) -> list[Unusual]:
     manifest = run.manifest()
     plan = find_plan(manifest) if plan is None else plan
     found = [*_counts(run), *_nonfinite(run), *_walks(run), *_co_spikes(run), *_spikes(run, plan), *_monitor(run)]
-    return [*found, *_missing_steps(run), *_attempts(run, manifest), *_events(run)]
+    return [*found, *_missing_steps(run), *_lacking(run), *_attempts(run, manifest), *_events(run)]
 
 
 def _walks(run: History) -> Iterator[Unusual]:
@@ -150,6 +150,15 @@ def _missing_steps(run: History) -> Iterator[Unusual]:
     missing = [step for at in gaps[:100] for step in range(int(steps[at]) + 1, int(steps[at + 1]))]
     if missing:
         yield Unusual("no record", tuple(missing))
+
+
+def _lacking(run: History) -> Iterator[Unusual]:
+    """Processes of a job whose flight record is missing, or lacks what others have."""
+    for process, steps in run.lacking().items():
+        if steps is None:
+            yield Unusual(f"flight record of process {process} is not in this folder")
+        else:
+            yield Unusual(f"flight record of process {process} lacks what others have", steps)
 
 
 def _attempts(run: History, manifest: dict) -> Iterator[Unusual]:

@@ -41,6 +41,7 @@ class Delivery:
         flush_every: float,
         backoff: tuple[float, float] = _BACKOFF,
         monotonic: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
     ) -> None:
         self.name = name
         self._make = make
@@ -63,6 +64,8 @@ class Delivery:
         self._stopping = False
         self._called_at: float | None = None  # when the call began that the sink has not come back from
         self._left = False
+        self._cpu = cpu
+        self.cpu_seconds = 0.0  # that the thread has used
         self.finished = False
 
     def open(self) -> None:
@@ -125,6 +128,7 @@ class Delivery:
                 self._queue.pause(wait)
             else:
                 self._turn()
+            self.cpu_seconds = self._cpu()
         self._flush()
         if self._flush_at is not None:
             self._own_up()

@@ -7,14 +7,14 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from probes_jax.host.delivery import Delivery
 from probes_jax.host.flight import FlightRecord
 from probes_jax.host.health import log
 from probes_jax.host.run_folder import RunFolder, check_folder, is_url
-from probes_jax.host.sink import DescribedSink, Sink
+from probes_jax.host.sink import DescribedSink, EventSink, Sink
 from probes_jax.host.worker import FLIGHT
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
@@ -101,6 +101,12 @@ class Outlets:
         for sink in self._sinks.values():
             if isinstance(sink, DescribedSink):
                 sink.describe(layout, coverage)
+
+    def note(self, step: int, kind: str, payload: Mapping[str, Any]) -> None:
+        """Tells the sinks that keep it what happened. Never waits."""
+        for sink in self._sinks.values():
+            if isinstance(sink, EventSink):
+                sink.note(step, kind, payload)
 
     def _default(self, plan: Plan | None, writer: Any) -> dict[str, Sink]:
         # Imported here: a recorder with sinks of its own needs neither TensorBoard's protos nor tensorstore.

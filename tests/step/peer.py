@@ -42,7 +42,7 @@ class Options:
         first_step: The step that the loop begins with, as after a restore.
         slow: Steps before which it sleeps for a second.
         pace: Seconds that each step takes beside; then the loop also waits for each step, and prints when it was done.
-        end_at, end_by: At this step it dies, by `exit` (`os._exit`) or `kill` (SIGKILL), or freezes, by `stop` (SIGSTOP).
+        end_at, end_by: At this step it dies, by `exit` (`os._exit`) or `kill` (SIGKILL), or freezes, by `stop`.
         writer: `raise` or `hang`: a writer that does. None: event files.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -102,6 +103,12 @@ def _spans_processes(mesh: Mesh) -> bool:
     return len({device.process_index for device in devices}) > 1 and set(devices) <= set(jax.devices())
 
 
+@functools.lru_cache(maxsize=8)
+def _spread(line: Mesh) -> Any:
+    """Compiled once for each mesh: the all-gather."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(line, PartitionSpec()))
+
+
 def _gather(mesh: Mesh, row: np.ndarray) -> dict[int, np.ndarray]:
     """The row `[n]` of every process of a mesh, by its index."""
     devices = mesh.devices.reshape(-1)
@@ -109,6 +116,5 @@ def _gather(mesh: Mesh, row: np.ndarray) -> dict[int, np.ndarray]:
     mine = [jax.device_put(row[None], d) for d in devices if d.process_index == jax.process_index()]
     rows = NamedSharding(line, PartitionSpec("device"))
     stacked = jax.make_array_from_single_device_arrays((devices.size, row.size), rows, mine)
-    everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(line, PartitionSpec()))(stacked)
-    found = np.asarray(everywhere.addressable_data(0))
+    found = np.asarray(_spread(line)(stacked).addressable_data(0))
     return {device.process_index: row for device, row in zip(devices, found)}

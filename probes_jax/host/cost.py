@@ -72,7 +72,6 @@ class ScanCost:
         self._full: collections.deque[float] = collections.deque(maxlen=_FULL)
         self._last: tuple[int, float] | None = None  # step and time of the last report that was waited for
         self._last_full: int | None = None  # step
-        self._between = 0  # steps from one scan to the next
 
     def arrived(self, step: int, program: str, at: float | None) -> float | None:
         """Takes a step; the share of the time of all steps that scans add, if this step tells anew.
@@ -82,15 +81,16 @@ class ScanCost:
             program: `light` or `full`.
             at: When its report reached the host, in seconds on a steady clock; None where nobody waited for it.
         """
-        full, found = program == "full", None
-        if at is not None and self._last is not None and self._last[0] == step - 1:
-            (self._full if full else self._light).append(at - self._last[1])
-        self._last = None if at is None else (step, at)
-        if full:
-            self._between = 0 if self._last_full is None else step - self._last_full
-            self._last_full = step
-            found = self._share(self._between)
-        return found
+        full = program == "full"
+        if at is not None:
+            if self._last is not None and self._last[0] == step - 1:
+                (self._full if full else self._light).append(at - self._last[1])
+            self._last = step, at
+        if not full:
+            return None
+        between = 0 if self._last_full is None else step - self._last_full
+        self._last_full = step
+        return self._share(between)
 
     def scan_every(self, budget: float) -> int:
         """The least number of steps between scans with which these cost no more than a share `budget` of the time."""

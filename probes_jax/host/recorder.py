@@ -93,7 +93,7 @@ class Recorder:
         queue_size: int = 4096,
         flush_every: float = 10.0,
         patience: float = 10.0,
-        budget: float | None = 0.02,
+        budget: float | None = 0.05,
         clock: Callable[[], float] = time.time,
         process_index: int | None = None,
     ) -> None:

@@ -1,7 +1,9 @@
 """What is left out above the budget, in which order, and that it does not go back and forth."""
 
+import inspect
 import itertools
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from probes_jax.present.unusual import find_unusual
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
 from probes_jax.spec.readings import Readings
-from tests.host.recorder_fakes import FULL, ListSink, report
+from tests.contracts.source import ROOT
+from tests.host.recorder_fakes import FULL, LIGHT, DeviceBuffer, FakeReport, ListSink, buffer_of, report, wait_for
 
 NAMES = ("loss/mean", "act/abs_max", "act/x/rms", "loss/shard[0]", "grad/abs_mean", "p2/thing", "sys/monitor/shed")
 LEFT = {
@@ -228,6 +231,35 @@ def test_nothing_is_left_out_without_need(tmp_path, options):
     assert recorder.health.shed == 0 and recorder.health.ok
     assert latest.scalars()["sys/monitor/shed"] == 0 and latest.scalars()["sys/monitor/bytes"] == 100 * 4 * FULL.size
     assert all("act/block[0]/mlp/rms" in readings.names for readings in sink.readings)
+
+
+def test_only_a_report_that_the_worker_waited_for_has_a_time_of_arrival():
+    with pj.Recorder(sinks=[]) as recorder:
+        recorder.record(report(0))
+        worker, seen = recorder._worker, []
+        assert recorder.flush()
+        measure = worker._upkeep.measure
+        worker._upkeep.measure = lambda readings, at, *rest: seen.append(at) or measure(readings, at, *rest)
+        recorder.record(report(1))  # in host memory
+        assert recorder.flush()
+        ready = threading.Event()
+        recorder.record(FakeReport(DeviceBuffer(buffer_of(2), ready), LIGHT))
+        assert wait_for(lambda: worker.computing)
+        ready.set()
+        assert recorder.flush()
+        recorder.record(FakeReport(DeviceBuffer(buffer_of(3), ready), LIGHT))  # was there first
+        stacked = threading.Event()
+        recorder.record(FakeReport(DeviceBuffer(np.stack([buffer_of(step) for step in (4, 5)]), stacked), LIGHT))
+        assert wait_for(lambda: worker.computing)
+        stacked.set()
+        assert recorder.flush()
+    assert [at is not None for at in seen] == [False, True, False, False]
+
+
+def test_the_documented_default_is_the_real_one():
+    default = inspect.signature(pj.Recorder).parameters["budget"].default
+    for page in ("guide.md", "run_folder.md"):
+        assert f"budget={default})" in (ROOT / "docs" / page).read_text("utf-8")
 
 
 def test_wrong_budgets_are_refused():

@@ -46,8 +46,8 @@ def test_the_tail_is_that_of_the_last_attempt_and_survives_torn_frames(tmp_path)
     data = bytearray(path.read_bytes())
     data[len(data) - 200] ^= 0xFF  # in the middle of a step
     path.write_bytes(bytes(data[:-3]))
-    assert flight_tail(path).steps.tolist() == [step for step in range(5, 11) if step in flight_tail(path).steps]
-    assert 3 <= flight_tail(path).steps.size < 6
+    left = flight_tail(path).steps.tolist()
+    assert left == sorted(left) and set(left) < set(range(5, 11)) and len(left) >= 3
     path.rename(previous_path(path))
     path.write_bytes(b"")
     assert flight_tail(path) is None

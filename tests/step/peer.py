@@ -119,7 +119,7 @@ def train(index: int, folder: pathlib.Path, options: Options, place: NamedShardi
     state = dataclasses.replace(state, step=np.array(options.first_step, np.int32))
     writer = None if options.writer is None else BadWriter(options.writer)
     reports, calls = [], []
-    with pj.Recorder(folder / "run", plan, writer=writer, patience=1.0) as recorder:
+    with pj.Recorder(folder / "run", plan, writer=writer, patience=1.0, flush_every=5.0) as recorder:
         for step in range(options.first_step, options.first_step + options.steps):
             if step in options.slow:
                 time.sleep(1.0)

@@ -18,6 +18,7 @@ from probes_jax.observe.learning_rate import find_learning_rate
 from probes_jax.observe.names import label_params
 from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.plan import Plan
+from probes_jax.step.alike import check_alike, shape_facts
 from probes_jax.step.loss_scale import LossScale
 from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
@@ -50,6 +51,7 @@ def make_core(
 
     shapes = jax.eval_shape(init, key, batch, variables)
     _check_params(shapes[0])
+    check_alike(partition.mesh, shape_facts("parameter", shapes[0]) | shape_facts("model state", shapes[1]))
     specs = binding.partition_specs(*shapes)
     place = _placements(shapes, specs, shardings, partition)
     if abstract:
@@ -177,6 +179,8 @@ def describe(
     """
     key = jax.random.key(0) if key is None else key
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
+    points = {f"point {point}": str(point.shape) for point in notes.seen}
+    check_alike(partition.mesh, points | shape_facts("optimizer state", core.opt_state))
     called, frozen = _try_update(tx, core.params, runs)
     never, leaves = flatten(frozen), flatten(core.params)
     labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks, notes.axes)

@@ -91,22 +91,20 @@ class Inspection:
         plain = getattr(self.programs["off"].cost, what)
         return getattr(self.added(program), what) / plain if plain else float("nan")
 
-    def in_loops(self, program: str) -> tuple[traffic.Collective, ...]:
-        """The collectives that monitoring adds inside of loops: a wrong guess of how a tensor is sharded.
+    def exchanges(self, program: str) -> tuple[traffic.Collective, ...]:
+        """The collectives that the plain step does not have; of one that it has with fewer arrays, those are left out.
 
-        `Plan(token_axes=, feature_axes=)` mends the guess, or an annotation of the tensor in the model.
+        One inside of a loop (`looped`) is a wrong guess of how a tensor is sharded. `Plan(token_axes=, feature_axes=)`
+        mends the guess, or an annotation of the tensor in the model.
         """
         # By array: the compiler joins exchanges of several arrays, and not always the same ones.
-        plain = collections.Counter(
-            (found.op, array) for found in self.programs["off"].collectives if found.looped for array in found.arrays
-        )
+        plain = collections.Counter(key for found in self.programs["off"].collectives for key in found.keys)
         out = []
         for found in self.programs[program].collectives:
-            if found.looped:
-                mine = collections.Counter((found.op, array) for array in found.arrays)
-                if mine - plain:
-                    out.append(found)
-                plain -= mine
+            more = collections.Counter(found.keys) - plain
+            plain -= collections.Counter(found.keys)
+            if more:
+                out.append(dataclasses.replace(found, arrays=tuple(array for _, array, _ in more.elements())))
         return tuple(out)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,8 +116,8 @@ class Inspection:
                 name: {part: dataclasses.asdict(cost) for part, cost in parts.items()}
                 for name, parts in self.parts.items()
             },
-            "in_loops": {
-                name: [dataclasses.asdict(found) for found in self.in_loops(name)]
+            "exchanges": {
+                name: [dataclasses.asdict(found) for found in self.exchanges(name)]
                 for name in self.programs
                 if name != "off"
             },

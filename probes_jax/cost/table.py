@@ -23,7 +23,9 @@ def table(found: Inspection) -> str:
     lines = [f"For {found.devices} x {found.device}, on each device; a full step every {found.scan_every}:"]
     lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     for program in found.programs:
-        for each in found.in_loops(program) if program != "off" else ():
+        for each in found.exchanges(program) if program != "off" else ():
+            if not each.looped:
+                continue
             lines.append(
                 f"{program}: {each.op} of {', '.join(each.arrays)} in a loop, from {each.source or '?'}: {_ADVICE}"
             )

@@ -36,6 +36,11 @@ class Collective:
     times: int
     source: str
 
+    @property
+    def keys(self) -> list[tuple[str, str, bool]]:
+        """What is exchanged, array by array."""
+        return [(self.op, array, self.looped) for array in self.arrays]
+
 
 def collectives(module: Module) -> list[Collective]:
     """All of a program; the two halves of an asynchronous one count as one."""

@@ -120,6 +120,7 @@ class Recorder:
         self._backlog = Backlog(queue_size, _CAPACITY_BYTES)
         self._plan = plan
         self._announced: set[Layout] = set()
+        self._last: tuple[Any, Any, Any, int] = (None, None, None, 0)  # layout, class, type, bytes of a checked buffer
         self._guarded = plan is not None and plan.guard is not None
         self._budget = budget
         self._clock = clock
@@ -155,12 +156,17 @@ class Recorder:
             return
         if self._closed:
             raise ValueError("record() after close(); make a new Recorder to record more")
-        if layout not in self._announced:  # a new program: once or twice in a run
-            self._announced.add(layout)
-            announce(report, self._plan)
-            self._describe(report)
+        # Nearly every report is of the program, and so of the very same layout and type, that the last one was of.
+        known, kind, aval, nbytes = self._last
+        if layout is not known or type(buffer) is not kind or getattr(buffer, "aval", None) is not aval:
+            if layout not in self._announced:  # a new program: once or twice in a run
+                self._announced.add(layout)
+                announce(report, self._plan)
+                self._describe(report)
+            nbytes = _checked_nbytes(buffer, layout)
+            if hasattr(buffer, "aval"):  # of a NumPy array there is nothing that is cheaper to ask for
+                self._last = (layout, type(buffer), buffer.aval, nbytes)
         worker = self._worker or self._start()
-        nbytes = _checked_nbytes(buffer, layout)
         if self._distributed:
             buffer = _local(buffer)
             if buffer is None:

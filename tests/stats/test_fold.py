@@ -25,6 +25,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(fold_module, "_BLOCK", 16)
     monkeypatch.setattr(fold_module, "_LEAST_BLOCK", 4)
     monkeypatch.setattr(fold_module, "_STEPS", 8)
+    monkeypatch.setattr(fold_module, "_MANY", 16)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +57,15 @@ def test_the_loop_gives_the_values_of_the_plain_form(shape, dtype, small_blocks)
     [
         ((), None),
         ((65_535,), None),  # small
-        ((2048, 1024), (512, (4, 1024))),
-        ((8, 256, 1024), (512, (4, 1024))),
-        ((1024, 16, 128), (512, (2, 16, 128))),
-        ((2**21,), (512, (4096,))),
+        ((2048, 1024), (256, (8, 1024))),
+        ((8, 256, 1024), (256, (8, 1024))),
+        ((1024, 16, 128), (256, (4, 16, 128))),
+        ((2**21,), (256, (8192,))),
+        ((2**16 + 1, 512), None),  # so many blocks that two counts might not fit one word
         ((40, 50_257), (40, (50_257,))),  # an odd vocabulary: whole rows
         ((2, 50_257), None),  # too few rows
         ((1_000_003,), None),  # a prime length cannot be split
-        ((1000, 4095), (1000, (1, 4095))),
+        ((1001, 4095), (1001, (4095,))),
     ],
 )
 def test_the_block_keeps_the_last_axes_whole(inner, want):

@@ -70,6 +70,8 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
             "itself: call it outside, with a sharded batch; or keep your step and measure it with "
             f"pj.Monitor.create(axis_names={tuple(manual_axes())}, ...)"
         )
+    if isinstance(state.key, jax.ShapeDtypeStruct):
+        raise ValueError("state was created with abstract=True: pj.inspect compiles it, but it holds nothing to train")
     if isinstance(state.step, Tracer):
         return _traced(state, batch)
     if isinstance(state.key, jax.Array) and state.key.is_deleted():

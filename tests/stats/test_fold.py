@@ -39,17 +39,29 @@ def small_blocks(monkeypatch):
         ((4096, 4), np.float32),  # two levels of loops
     ],
 )
-def test_the_loop_gives_the_values_of_the_plain_form(shape, dtype, small_blocks):
+def test_every_form_gives_the_same_values(shape, dtype, small_blocks):
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     x.reshape(-1)[::7] = 0.5
     block = _block_shape(shape)
     assert block is not None
     assert block[0] * np.prod(block[1]) == x.size
-    plain = jax.jit(lambda x: fold_module._plain(cut(x, WHOLE), FOLDS))(x)
-    loop = jax.jit(lambda x: fold_module._loop(cut(x, WHOLE), FOLDS, *block))(x)
-    for name in ("count", "equal", "max"):
-        np.testing.assert_array_equal(plain[name], loop[name])
-    np.testing.assert_allclose(plain["sum"], loop["sum"], rtol=1e-6)
+    plain = jax.jit(lambda x: fold_module._apart(cut(x, WHOLE), FOLDS))(x)
+    others = {
+        "loop": lambda x: fold_module._loop(cut(x, WHOLE), FOLDS, *block),
+        "together": lambda x: fold_module._together(cut(x, WHOLE), FOLDS),
+    }
+    for form in others.values():
+        found = jax.jit(form)(x)
+        for name in ("count", "equal", "max"):
+            np.testing.assert_array_equal(plain[name], found[name])
+        np.testing.assert_allclose(plain["sum"], found["sum"], rtol=1e-6)
+
+
+def test_more_elements_than_a_float_counts_are_counted_in_words(monkeypatch):
+    monkeypatch.setattr(fold_module, "FLOAT_ONES", 8)
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    found = fold_module._together(cut(x, WHOLE), FOLDS)["count"]
+    assert float(found[0] + 256 * found[1]) == (x > 0.5).sum()
 
 
 @pytest.mark.parametrize(
@@ -79,10 +91,10 @@ def _lowered(platform: str) -> str:
 
 def test_the_form_is_chosen_for_the_platform_that_is_compiled_for():
     assert "stablehlo.while" in _lowered("cpu")
-    for platform in ("tpu", "cuda"):  # from this machine, which has neither
+    for platform, reductions in (("tpu", len(FOLDS)), ("cuda", 1)):  # from this machine, which has neither
         text = _lowered(platform)
         assert "stablehlo.while" not in text
-        assert "stablehlo.reduce" in text
+        assert text.count("stablehlo.reduce") == reductions
 
 
 def test_an_equal_tensor_of_a_million_elements_sums_without_a_drift():

@@ -11,13 +11,14 @@ class FakeRun:
     """Series by name: `values`, or `(steps, values)`; None is absent."""
 
     def __init__(
-        self, series: dict[str, Any], manifest: dict | None = None, events=(), which=None, flight=None
+        self, series: dict[str, Any], manifest: dict | None = None, events=(), which=None, flight=None, lacking=None
     ) -> None:
         self._series = series
         self._manifest = manifest or {"attempts": [{"attempt": 1, "first_step": 0, "plan": None}]}
         self._events = list(events)
         self._which = which or {}
         self._flight = flight
+        self._lacking = lacking or {}
 
     def names(self) -> list[str]:
         return list(self._series)
@@ -44,3 +45,6 @@ class FakeRun:
 
     def flight_step(self) -> int | None:
         return self._flight
+
+    def lacking(self) -> dict:
+        return self._lacking

@@ -163,8 +163,8 @@ def _loop(part: Partial, folds: Mapping[str, Fold], steps: int, block: tuple[int
     unroll = _UNROLL if steps >= _MANY and steps % _UNROLL == 0 else 1
 
     def read(index: jax.Array) -> Values:
-        # Behind the barrier, XLA cannot convert all of a bfloat16 array before the loop.
-        array, index = jax.lax.optimization_barrier((x, index))
+        # Behind the barrier, XLA cannot convert all of a bfloat16 array before the loop (nor gather it, where it must).
+        array, index = jax.lax.optimization_barrier((x, index)) if x.dtype.itemsize < 4 else (x, index)
         found = [of_block(array, index * unroll + k) for k in range(unroll)]
         while len(found) > 1:
             found = [_join(folds, a, b) for a, b in zip(found[::2], found[1::2])]

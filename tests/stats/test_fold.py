@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from probes_jax.spec.summary import decode_count
 from probes_jax.stats import fold as fold_module
 from probes_jax.stats.fold import Fold, How, _block_shape, fold
 from probes_jax.stats.moments import summarize_moments
@@ -69,10 +70,10 @@ def test_more_elements_than_a_float_counts_are_counted_in_words(monkeypatch):
     [
         ((), None),
         ((65_535,), None),  # small
-        ((2048, 1024), (256, (8, 1024))),
-        ((8, 256, 1024), (256, (8, 1024))),
-        ((1024, 16, 128), (256, (4, 16, 128))),
-        ((2**21,), (256, (8192,))),
+        ((2048, 1024), (128, (16, 1024))),
+        ((8, 256, 1024), (128, (16, 1024))),
+        ((1024, 16, 128), (128, (8, 16, 128))),
+        ((2**21,), (128, (16_384,))),
         ((2**16 + 1, 512), None),  # so many blocks that two counts might not fit one word
         ((40, 50_257), (40, (50_257,))),  # an odd vocabulary: whole rows
         ((2, 50_257), None),  # too few rows
@@ -95,6 +96,26 @@ def test_the_form_is_chosen_for_the_platform_that_is_compiled_for():
         text = _lowered(platform)
         assert "stablehlo.while" not in text
         assert text.count("stablehlo.reduce") == reductions
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
+def test_two_counts_in_one_word_do_not_run_into_each_other(value, small_blocks):
+    x = np.full((2**16 - 1, 4), value, np.float32)  # as many blocks as the word of a pair of counts has room for
+    both = {"count": FOLDS["count"], "equal": FOLDS["equal"]}
+    x[17, 2] = 0.5
+    steps, block = _block_shape(x.shape) or pytest.fail("the loop was not taken")
+    assert (steps, block) == (2**16 - 1, (4,))
+    found = jax.jit(lambda x: fold_module._loop(cut(x, WHOLE), both, steps, block))(x)
+    assert decode_count(np.asarray(found["count"])) == np.sum(x > 0.5)
+    assert decode_count(np.asarray(found["equal"])) == np.sum(x == 0.5)
+
+
+@pytest.mark.optimized
+def test_a_bfloat16_tensor_is_not_widened_as_a_whole():
+    """XLA would convert all of it before the loop, for twice its size in memory and most of the time."""
+    x = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
+    program = jax.jit(lambda x: fold(cut(x, WHOLE), FOLDS)).lower(x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2048 * 1024
 
 
 def test_an_equal_tensor_of_a_million_elements_sums_without_a_drift():

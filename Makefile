@@ -7,6 +7,7 @@
 
 VENV ?= .venv
 MODELS_VENV := .venv-models
+AOT_VENV := .venv-aot
 PYTHON ?=
 ARGS ?=
 WORKERS ?= 2
@@ -21,7 +22,7 @@ PIN_FLAGS := --quiet --generate-hashes --no-annotate --no-header --no-emit-index
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-models lint docs docs-models bench pins clean
+.PHONY: help demo test test-core test-models test-aot lint docs docs-models bench bench-aot pins clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +40,9 @@ test-core: $(VENV)/.dev ## the package's own tests without the slow ones, for th
 
 test-models: $(MODELS_VENV)/.models ## models of other packages, unedited (1.1 GB, minutes; not part of make test)
 	$(MODELS_VENV)/bin/python -m pytest --disable-warnings tests/models $(ARGS)
+
+test-aot: $(AOT_VENV)/.aot ## programs compiled for TPUs and GPUs that are not here (1.5 GB, minutes)
+	$(AOT_VENV)/bin/python -m pytest tests/cost/test_topologies.py $(ARGS)
 
 lint: $(VENV)/.dev ## formatting, ruff, pyright, import rules, the generated reference
 	$(RUN) -m ruff format --check .
@@ -59,6 +63,9 @@ docs-models: $(MODELS_VENV)/.models ## write the coverage tables of models of ot
 bench: $(VENV)/.dev ## measure what docs/performance.md reports
 	$(RUN) -m benchmarks.run $(ARGS)
 
+bench-aot: $(AOT_VENV)/.aot ## the figures of programs compiled for TPUs and GPUs that are not here (most of an hour)
+	$(AOT_VENV)/bin/python -m benchmarks.run cost
+
 pins: ## resolve the pinned requirements again (needs uv)
 	@for pair in 3.11 3.12; do \
 	    name=requirements/py$$(echo $$pair | tr -d .); \
@@ -69,9 +76,11 @@ pins: ## resolve the pinned requirements again (needs uv)
 	done
 	@uv pip compile $(PIN_FLAGS) --python-version 3.11 pyproject.toml requirements/py311.in requirements/models.in \
 	    --excludes requirements/models-without.in -c requirements/py311-dev.txt -o requirements/models.txt > /dev/null
+	@uv pip compile $(subst 2_28,2_31,$(PIN_FLAGS)) --python-version 3.11 pyproject.toml requirements/py311.in requirements/aot.in \
+	    -c requirements/py311-dev.txt -o requirements/aot.txt > /dev/null
 
 clean: ## remove the environment and what the tools left (not runs/)
-	@for folder in $(VENV) .venv .venv-second $(MODELS_VENV); do \
+	@for folder in $(VENV) .venv .venv-second $(MODELS_VENV) $(AOT_VENV); do \
 	    [ ! -f $$folder/pyvenv.cfg ] || rm -rf $$folder; \
 	done
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache
@@ -86,6 +95,10 @@ $(VENV)/.runtime: requirements/py311.txt requirements/py312.txt pyproject.toml
 $(VENV)/.dev: requirements/py311-dev.txt requirements/py312-dev.txt pyproject.toml
 	@sh requirements/install.sh $(VENV) dev $(PYTHON)
 	@touch $(VENV)/.runtime $@
+
+$(AOT_VENV)/.aot: requirements/aot.txt pyproject.toml
+	@sh requirements/install.sh $(AOT_VENV) aot $(PYTHON)
+	@touch $@
 
 $(MODELS_VENV)/.models: requirements/models.txt pyproject.toml
 	@sh requirements/install.sh $(MODELS_VENV) models $(PYTHON)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes a virtual environment and installs the pinned requirements and this package into it.
 #
-# usage: install.sh VENV runtime|dev|models [PYTHON]
+# usage: install.sh VENV runtime|dev|models|aot [PYTHON]
 #
 # Only what the pin files list, with these hashes, is fetched; the package itself is built with the pinned setuptools.
 set -eu
@@ -10,7 +10,7 @@ venv=$1
 kind=$2
 named=${3:-}
 supported="3.11 3.12"
-[ "$kind" != models ] || supported=3.11
+case $kind in models | aot) supported=3.11 ;; esac
 cd "$(dirname "$0")/.."
 
 version_of() {
@@ -32,12 +32,13 @@ more=
 case $kind in
 runtime) pins=$pair.txt ;;
 dev) pins=$pair-dev.txt ;;
+aot) pins=requirements/aot.txt ;;
 models)
     pins=requirements/models.txt
     more=--no-deps # requirements/models-without.in says what is left out
     ;;
 *)
-    echo "install.sh: the kind is runtime, dev or models, not $kind" >&2
+    echo "install.sh: the kind is runtime, dev, models or aot, not $kind" >&2
     exit 2
     ;;
 esac

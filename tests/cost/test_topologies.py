@@ -1,0 +1,58 @@
+"""Programs compiled for TPUs and GPUs that are not here: what monitoring adds must not grow. `make test-aot`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.contracts.source import ROOT
+
+TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+GPU = pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="no compiler for GPUs")
+SMALL = ("--width", "1024", "--length", "512", "--vocabulary", "4096")
+
+
+def inspected(*arguments: str) -> dict:
+    """In a process of its own: one kind of device a process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compiled", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def added(found: dict, program: str, what: str) -> int:
+    return found["programs"][program][what] - found["programs"]["off"][what]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("arguments", "programs", "most"),
+    [
+        # Of a full step the compiler sometimes splits one of the loss's own all-reduces in two.
+        pytest.param(("v5e:16x16", "--width", "2048", *SMALL[2:]), ("light", "full"), 3, marks=TPU, id="v5e-256"),
+        pytest.param(("v5p:8x8x8", *SMALL), ("light",), 2, marks=TPU, id="v5p-512"),
+        pytest.param(("h100:8", *SMALL), ("light", "full"), 2, marks=GPU, id="h100-8"),
+        pytest.param(("h100:8", "--unrolled", "--layers", "4", *SMALL), ("full",), 2, marks=GPU, id="h100-8-unrolled"),
+    ],
+)
+def test_two_collectives_more_and_none_in_a_loop(arguments, programs, most):
+    found = inspected(*arguments, *(word for program in programs for word in ("--program", program)))
+    for program in programs:
+        exchanges = found["exchanges"][program]
+        assert added(found, program, "collectives") <= (2 if program == "light" else most), exchanges
+        assert not [each for each in exchanges if each["looped"]]
+    assert found["programs"]["off"]["looped"] > 0 or "--unrolled" in arguments
+
+
+@TPU
+@pytest.mark.timeout(900)
+def test_a_light_step_moves_and_holds_hardly_more():
+    found = inspected("v5e:16x16", "--program", "light", "--examples", "4")
+    plain = found["programs"]["off"]
+    assert added(found, "light", "bytes") <= 0.003 * plain["bytes"]
+    assert added(found, "light", "temporary") <= 0.01 * plain["temporary"]

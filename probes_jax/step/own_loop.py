@@ -71,7 +71,7 @@ class Monitor:
 
         Args:
             tx: The optimizer.
-            params: Trained parameters, nested dict (linen: `variables["params"]`).
+            params: Trained parameters, any pytree (linen: `variables["params"]`, nnx: `nnx.state(model, nnx.Param)`).
             plan: What is measured.
             model: The linen or nnx module, unedited. Needed, with `loss_fn` and `batch`, for `loss` only.
             loss_fn: `loss_fn(model, batch, rngs)` returning `pj.Loss` or a float scalar.
@@ -112,11 +112,12 @@ class Monitor:
         Raises:
             ValueError: The monitor was made without a model.
         """
-        objective = self._objective(scan)
-        total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
+        objective, notes = self._objective(scan), Notes()
+        total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, notes)
         axes = self.settings.partition.apart(total, weight)
         weight = add_up(weight, axes)
-        return add_up(jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0), axes), part
+        loss = jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0)
+        return add_up(loss, axes), _noted(part, notes)
 
     def value_and_grad(
         self,
@@ -146,12 +147,13 @@ class Monitor:
         """
         state = {} if model_state is None else model_state
         check_batch(batch, microbatches)
-        objective = self._objective(scan)
+        objective, notes = self._objective(scan), Notes()
         loss, gradients, part = accumulate(
-            objective, params, lambda params: params, state, batch, key, None, microbatches, Notes()
+            objective, params, lambda params: params, state, batch, key, None, microbatches, notes
         )
         partition, infos = self.settings.partition, self.settings.infos
-        return (add_up(loss, partition.apart(loss)), part), of_all_devices(gradients, partition.apart(), infos)
+        loss = add_up(loss, partition.apart(loss))
+        return (loss, _noted(part, notes)), of_all_devices(gradients, partition.apart(), infos)
 
     def _objective(self, scan: bool) -> Objective:
         check_place(self.settings.partition.manual)
@@ -191,7 +193,7 @@ class Monitor:
 
         def run(program: str) -> tuple[MonitorState, Report]:
             items = measure_before(self.settings, program, part, gradients)
-            notes = Notes(part.names, missing=dict(self.settings.missing))
+            notes = Notes(part.seen, missing={**self.settings.missing, **dict(part.missing)})
             if part.points and not part.gradients and self.settings.plan.backward:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
             return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)
@@ -211,6 +213,10 @@ class Monitor:
 
         state, buffer = jax.lax.cond(step % self.settings.plan.scan_every == 0, full, light)
         return dataclasses.replace(self, state=state), dataclasses.replace(shape, buffer=buffer, aux=part.aux)
+
+
+def _noted(part: Part, notes: Notes) -> Part:
+    return dataclasses.replace(part, seen=notes.seen, missing=tuple(notes.missing.items()))
 
 
 def _part_of_scalar(loss: jax.Array, axes: tuple[str, ...]) -> Part:

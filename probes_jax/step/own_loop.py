@@ -16,6 +16,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.stats.manual import add_up
 from probes_jax.step.accumulate import accumulate, check_batch
 from probes_jax.step.create import describe
+from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.manual import check_place, check_shards, of_all_devices
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
@@ -83,6 +84,8 @@ class Monitor:
         axis_names = check.names("axis_names", axis_names)
         if (model is None) != (loss_fn is None) or (model is None) != (batch is None):
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
+        if loss_fn is not None:
+            check_loss_fn(loss_fn)
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)

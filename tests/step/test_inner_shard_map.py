@@ -79,7 +79,12 @@ CASES = {
     "a module without types, linen": (Linen("unchecked"), loss_fn, {"inner": "jax.shard_map"}, "head"),
     "a collective under automatic sharding": (Linen("collective"), loss_fn, {}, "inner"),
     "a module by closure, nnx": (NNX("closure", nnx.Rngs(0)), loss_fn, {"inner": TRANSFORM}, "head"),
-    "a module split and merged, nnx": (NNX("split", nnx.Rngs(0)), loss_fn, {"inner": "did not come back from jax.shard_map"}, "head"),
+    "a module split and merged, nnx": (
+        NNX("split", nnx.Rngs(0)),
+        loss_fn,
+        {"inner": "did not come back from jax.shard_map"},
+        "head",
+    ),
     "the whole model": (
         Linen("plain"),
         whole,

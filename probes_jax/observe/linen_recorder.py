@@ -26,8 +26,8 @@ from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
 RAW = (
-    "inside {0}, which Flax does not know of; use nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes out "
-    "of {0}"
+    "inside {0}, which Flax does not know of; use nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes "
+    "out of {0}"
 )
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "

@@ -79,8 +79,8 @@ def check_loss_fn(loss_fn: Any) -> None:
         except TypeError as error:
             refused = refused or f"{getattr(loss_fn, '__name__', 'it')}{signature} does not ({error})"
     raise TypeError(
-        f"loss_fn must take three arguments, loss_fn(model, batch, rngs), and {refused}; write def loss_fn(model, batch, "
-        "rngs), also where rngs is not used, and fill in others with functools.partial"
+        f"loss_fn must take three arguments, loss_fn(model, batch, rngs), and {refused}; write def loss_fn(model, "
+        "batch, rngs), also where rngs is not used, and fill in others with functools.partial"
     )
 
 
@@ -177,7 +177,7 @@ def find_logits(tokens: Tokens, outputs: list[Any]) -> tuple[jax.Array | None, s
     if len(found) > 1:
         calls = f" in {len(outputs)} calls" if len(outputs) > 1 else ""
         return None, (
-            f"{len(found)} outputs of the model{calls} have the largest last axis ({widest}), so which are the logits is "
-            "not known; say so: pj.Loss(logits=...)"
+            f"{len(found)} outputs of the model{calls} have the largest last axis ({widest}), so which are the logits "
+            "is not known; say so: pj.Loss(logits=...)"
         )
     return found[0], ""

@@ -84,7 +84,7 @@ class Monitor:
         axis_names = check.names("axis_names", axis_names)
         if (model is None) != (loss_fn is None) or (model is None) != (batch is None):
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
-        if loss_fn is not None:
+        if model is not None:
             check_loss_fn(loss_fn)
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")

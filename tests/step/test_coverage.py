@@ -84,4 +84,4 @@ def test_which_of_two_calls_gives_the_logits_must_be_said(said):
     report = jax.eval_shape(lambda batch: pj.monitored_train_step(state, batch)[1], make_batch())
     reason = dict(report.coverage.missing).get("logits", "")
     assert said == (reason == "") == any("logits" in entry.key for entry in report.layout.entries)
-    assert said or "2 outputs of the model in 2 calls" in reason and "pj.Loss(logits=...)" in reason
+    assert said or ("2 outputs of the model in 2 calls" in reason and "pj.Loss(logits=...)" in reason)

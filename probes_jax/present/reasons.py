@@ -26,7 +26,7 @@ def find_reasons(run: History, signals: Sequence[Signal], plan: Plan) -> list[st
     except ValueError:  # the run does not say
         found = None
     empty = [signal.name for signal in signals if signal.state is State.NO_DATA]
-    reasons = {name: _reason(name, found, plan) for name in empty}
+    reasons = {name: _reason(name, found, plan) for name in empty if len(empty) < len(signals)}
     return [f"{name}: {reason}" for name, reason in reasons.items() if reason]
 
 

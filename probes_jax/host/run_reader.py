@@ -12,13 +12,14 @@ import numpy as np
 from probes_jax.host.damage import Damage
 from probes_jax.host.outlets import flight_path
 from probes_jax.host.read_flight import FlightStep, last_flight_step, read_flight
-from probes_jax.host.run_folder import FORMAT, RunFolder, is_url
+from probes_jax.host.run_folder import FORMAT, RunFolder, is_url, runs_in
 from probes_jax.host.series_block import absent, decode
 from probes_jax.host.store import SeriesArrays, Store
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.derive import derive
 
 _PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
+_MOST = 20  # runs that are listed where a folder holds more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,11 @@ def _candidates(names: tuple[str, ...], worst: str) -> dict[str, str]:
 
 
 def _hint(path: str, context: Any) -> str:
-    """What to open instead, where `path` is a part of a run; else empty."""
+    """What to open instead, where `path` is a part of a run or holds some; else empty."""
+    inside = [] if is_url(path) else runs_in(path)
+    if inside:
+        more = f" and {len(inside) - _MOST} more" if len(inside) > _MOST else ""
+        return f"it holds runs: open {', '.join(map(repr, inside[:_MOST]))}{more}"
     parent, _, name = (path if is_url(path) else os.path.abspath(path)).rstrip("/").rpartition("/")
     if name not in _PARTS:
         return ""

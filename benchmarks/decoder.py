@@ -13,7 +13,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj

@@ -41,12 +41,14 @@ _HOMES = {
     "Rngs": "probes_jax.observe.rngs",
     "TrainState": "probes_jax.step.state",
     "chain": "probes_jax.observe.chain",
+    "inspect": "probes_jax.cost.inspection",
     "monitored_train_step": "probes_jax.step.train",
     "observe": "probes_jax.observe",
     "open_run": "probes_jax.host.run_folder",
     "print_screen": "probes_jax.present.screen",
     "restore_state": "probes_jax.step.restore",
     "timed": "probes_jax.host.timed",
+    "topology": "probes_jax.cost.topology",
     "wrap": "probes_jax.observe.wrap",
 }
 
@@ -67,6 +69,8 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from probes_jax.cost.inspection import inspect as inspect
+    from probes_jax.cost.topology import topology as topology
     from probes_jax.host.recorder import GuardStopped as GuardStopped
     from probes_jax.host.recorder import Recorder as Recorder
     from probes_jax.host.run_folder import open_run as open_run

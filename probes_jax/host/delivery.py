@@ -15,6 +15,7 @@ from probes_jax.spec.readings import Readings
 _ATTEMPTS = 3  # per reading; then the next one gets its chance
 _BACKOFF = (0.5, 30.0)  # seconds: first and longest wait after errors in a row; doubles in between
 _IDLE = 60.0  # seconds
+_HANGS = 30.0  # seconds in one call after which a line says so
 
 
 class Delivery:
@@ -41,6 +42,7 @@ class Delivery:
         flush_every: float,
         backoff: tuple[float, float] = _BACKOFF,
         monotonic: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
     ) -> None:
         self.name = name
         self._make = make
@@ -61,6 +63,10 @@ class Delivery:
         self._flush_at: float | None = None  # None: nothing unflushed
         self._tickets: list[tuple[int, Ticket]] = []  # (readings that must be settled first, ticket)
         self._stopping = False
+        self._called_at: float | None = None  # when the call began that the sink has not come back from
+        self._left = False
+        self._cpu = cpu
+        self.cpu_seconds = 0.0  # that the thread has used
         self.finished = False
 
     def open(self) -> None:
@@ -74,6 +80,12 @@ class Delivery:
     def put(self, readings: Readings) -> None:
         """Hands over one reading; never waits for the sink."""
         self._queue.put(readings)
+        called_at = self._called_at
+        if called_at is not None and (seconds := self._monotonic() - called_at) > _HANGS:
+            self._complaint.say(
+                f"sink {self.name!r} has not come back from a call for {seconds:.0f} s; training goes on, "
+                f"{len(self._queue)} readings wait for it"
+            )
 
     def request(self, ticket: Ticket) -> None:
         """Asks for a flush of everything handed over so far; the ticket is answered afterwards."""
@@ -85,6 +97,10 @@ class Delivery:
         self._stopping = True
         self._queue.wake()
 
+    def leave(self) -> None:
+        """Gives up on a sink that hangs: what it has not written counts as dropped from now on."""
+        self._left = True
+
     @property
     def settled(self) -> int:
         """Readings that are written or given up."""
@@ -94,10 +110,10 @@ class Delivery:
     def health(self) -> SinkHealth:
         return SinkHealth(
             written=self._written,
-            dropped=self._abandoned + self._queue.dropped,
+            dropped=self._queue.added - self._written if self._left else self._abandoned + self._queue.dropped,
             thinned=self._queue.thinned,
             failed=self._failed,
-            waiting=len(self._queue) + (self._held is not None),
+            waiting=0 if self._left else len(self._queue) + (self._held is not None),
             last_error=self._last_error,
         )
 
@@ -113,6 +129,7 @@ class Delivery:
                 self._queue.pause(wait)
             else:
                 self._turn()
+            self.cpu_seconds = self._cpu()
         self._flush()
         if self._unsaved:
             self._own_up()
@@ -181,11 +198,13 @@ class Delivery:
         return self._sink
 
     def _call(self, action: Callable[[], None]) -> bool:
+        self._called_at = self._monotonic()
         try:
             action()
         except BesideNotSaved as error:
             self._count(error)
             self._unsaved, self._flush_at = 0, self._monotonic() + self._flush_every
+            self._errors_in_row, self._retry_at = 0, float("-inf")
             self._complaint.say(f"sink {self.name!r}: {error}; {self._failed} failed calls so far, tried again")
             return False
         except BaseException as error:  # whatever a foreign writer throws: this thread must go on
@@ -199,6 +218,8 @@ class Delivery:
                 f"{self._failed} failed calls so far, next try in {self._retry_at - self._monotonic():.1f} s"
             )
             return False
+        finally:
+            self._called_at = None
         self._errors_in_row = 0
         self._retry_at = float("-inf")
         return True

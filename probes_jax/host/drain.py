@@ -55,8 +55,9 @@ class Drain:
         if not self._wait(lambda: all(delivery.finished for delivery in worker.deliveries)):
             for delivery in worker.deliveries:
                 if not delivery.finished:
-                    waiting = delivery.health.waiting
-                    log.warning("sink %r hangs and is left behind; %d readings are not written", delivery.name, waiting)
+                    delivery.leave()
+                    dropped = delivery.health.dropped
+                    log.warning("sink %r hangs and is left behind; %d readings are dropped", delivery.name, dropped)
         self.closed = True
         shutdown.unwatch(self)
 

@@ -12,7 +12,7 @@ frames:
 
     kind uint8 | length uint16 (65535: a uint32 follows) | payload | CRC-32 uint32 of all before it
 
-    'A'  attempt  JSON: format, process, started (seconds since the epoch)
+    'A'  attempt  JSON: format, process, processes (of the whole job), started (seconds since the epoch)
     'N'  names    JSON: id, names, wide (columns stored as float64, the counts), labelled (columns with a "which")
     'L'  label    uint16 id, UTF-8 text: what a worst-of metric points at
     'S'  step     uint8 names id | uint64 step | float64 wall time | presence bits | float32 values of the present
@@ -107,6 +107,7 @@ class FlightRecord:
     Args:
         path: The file; its folder is made. An existing record is continued with a new attempt.
         process: Index of this process, kept in the header.
+        processes: How many processes the job has, kept in the header: a reader knows whose record is missing.
         cap_bytes: Most bytes that the two segments may use together; 256 MiB hold about two million steps.
         clock: Seconds since the epoch.
 
@@ -122,6 +123,7 @@ class FlightRecord:
         path: str | os.PathLike[str],
         *,
         process: int = 0,
+        processes: int = 1,
         cap_bytes: int = 256 << 20,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -130,7 +132,7 @@ class FlightRecord:
         self.path = pathlib.Path(path).absolute()  # also after somebody changes the working directory
         self.discarded_bytes = 0
         self._segment_bytes = cap_bytes // 2
-        self._attempt = {"format": FORMAT, "process": process, "started": clock()}
+        self._attempt = {"format": FORMAT, "process": process, "processes": processes, "started": clock()}
         self._fd: int | None = None
         self._size = 0
         self._fresh = True  # the attempt's header must be written first

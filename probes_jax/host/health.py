@@ -40,6 +40,7 @@ class Health:
         read: Steps read from them.
         lost: Reports dropped unread: the host was a whole queue behind.
         passed_over: Steps that the sinks did not get in full, because many reports were waiting to be read.
+        shed: Steps of which the recorder's budget left something out.
         refused: Reports or steps not taken: a step that was not above the last, a buffer split over processes.
         failed: Reports that could not be read.
         record_seconds: Time spent in `record` on the training thread, in all.
@@ -51,6 +52,7 @@ class Health:
     read: int = 0
     lost: int = 0
     passed_over: int = 0
+    shed: int = 0
     refused: int = 0
     failed: int = 0
     record_seconds: float = 0.0
@@ -59,8 +61,8 @@ class Health:
 
     @property
     def ok(self) -> bool:
-        """Whether everything recorded so far was read, and nothing dropped, thinned, refused or failed."""
-        trouble = self.lost or self.passed_over or self.refused or self.failed
+        """Whether everything recorded so far was read, and nothing dropped, left out, thinned, refused or failed."""
+        trouble = self.lost or self.passed_over or self.shed or self.refused or self.failed
         return not trouble and not any(s.dropped or s.thinned or s.failed for s in self.sinks.values())
 
 

@@ -7,14 +7,14 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from probes_jax.host.delivery import Delivery
 from probes_jax.host.flight import FlightRecord
 from probes_jax.host.health import log
 from probes_jax.host.run_folder import RunFolder, check_folder, is_url
-from probes_jax.host.sink import DescribedSink, Sink
+from probes_jax.host.sink import DescribedSink, EventSink, Sink
 from probes_jax.host.worker import FLIGHT
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
@@ -81,14 +81,14 @@ class Outlets:
         self._clock = clock
         self._sinks = _named(sinks, writer) if sinks is not None else self._default(plan, writer)
 
-    def deliveries(self, process: int) -> list[Delivery]:
-        """The threads to start on this process: the sinks on process 0 only, the flight record on each."""
+    def deliveries(self, process: int, processes: int) -> list[Delivery]:
+        """The threads to start on this process of so many: the sinks on process 0 only, the flight record on each."""
         found = []
         if self._folder is not None:
             path = flight_path(self._folder, process)
             if is_url(self._folder.root):
                 log.info("the run folder is a URL; the flight record of process %d is %s", process, path)
-            make = functools.partial(FlightRecord, path, process=process, clock=self._clock)
+            make = functools.partial(FlightRecord, path, process=process, processes=processes, clock=self._clock)
             found.append(Delivery(FLIGHT, make, capacity=_CAPACITY, flush_every=_SYNC_EVERY))
         if process == 0:
             for name, sink in self._sinks.items():
@@ -101,6 +101,12 @@ class Outlets:
         for sink in self._sinks.values():
             if isinstance(sink, DescribedSink):
                 sink.describe(layout, coverage)
+
+    def note(self, step: int, kind: str, payload: Mapping[str, Any]) -> None:
+        """Tells the sinks that keep it what happened. Never waits."""
+        for sink in self._sinks.values():
+            if isinstance(sink, EventSink):
+                sink.note(step, kind, payload)
 
     def _default(self, plan: Plan | None, writer: Any) -> dict[str, Sink]:
         # Imported here: a recorder with sinks of its own needs neither TensorBoard's protos nor tensorstore.

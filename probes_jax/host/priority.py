@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
 from probes_jax.spec.readings import Readings
+from probes_jax.spec.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +22,16 @@ class _Kept:
     chosen: frozenset[str]
 
 
-_KEPT: dict[tuple[int, Priority], tuple[tuple[str, ...], _Kept]] = {}
+_KEPT: dict[tuple[int, str], tuple[tuple[str, ...], _Kept]] = {}
+_MANY = ("{path}", "{index}")  # template words that stand for every layer, or every shard
+_LAYERED = ("act/", "grad_act/", "grad/", "param/", "update/", "residual/", "router/")
 
 
-def _kept(names: tuple[str, ...], keep: Priority) -> _Kept:
-    key = (id(names), keep)
+def _kept(names: tuple[str, ...], rule: str, stays: Callable[[str], bool]) -> _Kept:
+    key = (id(names), rule)
     found = _KEPT.get(key)
     if found is None or found[0] is not names:
-        columns = [index for index, name in enumerate(names) if priority_of(name) <= keep]
+        columns = [index for index, name in enumerate(names) if stays(name)]
         chosen = tuple(names[index] for index in columns)
         everything = len(columns) == len(names)
         kept = _Kept(chosen, None if everything else np.array(columns, np.intp), frozenset(chosen))
@@ -43,16 +47,39 @@ def priority_of(name: str) -> Priority:
     return Priority.P1 if entry is None else entry.priority
 
 
+def is_one_of_many(name: str, registry: Registry = REGISTRY) -> bool:
+    """Whether a metric is that of one layer or shard, of which a model has any number.
+
+    >>> is_one_of_many("act/block[3]/mlp/rms"), is_one_of_many("act/abs_max")
+    (True, False)
+    """
+    spec = registry.find(name)
+    if spec is not None:
+        return any(word in spec.name for word in _MANY)
+    return name.startswith(_LAYERED) and name.count("/") >= 2
+
+
 def shed(readings: Readings, keep: Priority) -> Readings:
     """The readings of priority `keep` and above; the same object when nothing goes.
-
-    The shorter tuple of names is again one object for all reports of a layout.
 
     Args:
         readings: All metrics of a step.
         keep: The lowest priority that stays; `Priority.P0` leaves the alerts.
     """
-    kept = _kept(readings.names, keep)
+    return select(readings, f"priority {keep.name}", lambda name: priority_of(name) <= keep)
+
+
+def select(readings: Readings, rule: str, stays: Callable[[str], bool]) -> Readings:
+    """The readings whose names stay; the same object when all do.
+
+    The shorter tuple of names is again one object for all reports of a layout.
+
+    Args:
+        readings: All metrics of a step.
+        rule: Name of the rule: a layout is looked at once for each.
+        stays: Whether a metric stays.
+    """
+    kept = _kept(readings.names, rule, stays)
     if kept.columns is None:
         return readings
     return dataclasses.replace(

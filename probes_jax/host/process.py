@@ -32,3 +32,9 @@ def process_index() -> int | None:
     if jax is None:
         return 0
     return jax.process_index() if _backend_is_up() else None
+
+
+def process_count() -> int:
+    """How many processes the job has; 1 while JAX has no backend, and without JAX."""
+    jax = _jax()
+    return jax.process_count() if jax is not None and _backend_is_up() else 1

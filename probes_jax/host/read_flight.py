@@ -47,11 +47,11 @@ class _Attempt:
     labels: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-class _Damaged(Exception):
+class DamagedFrame(Exception):
     """The bytes from here on are no frame."""
 
 
-def _frame_at(data: bytes, offset: int) -> tuple[bytes, bytes, int]:
+def frame_at(data: bytes, offset: int) -> tuple[bytes, bytes, int]:
     """(kind, payload, offset behind it) of the frame at `offset`."""
     try:
         kind, length = FRAME.unpack_from(data, offset)
@@ -62,16 +62,16 @@ def _frame_at(data: bytes, offset: int) -> tuple[bytes, bytes, int]:
         end = start + length
         (check,) = CHECK.unpack_from(data, end)
     except struct.error:
-        raise _Damaged from None
+        raise DamagedFrame from None
     if zlib.crc32(data[offset:end]) != check:
-        raise _Damaged
+        raise DamagedFrame
     return bytes((kind,)), data[start:end], end + CHECK.size
 
 
 def _read_step(payload: bytes, attempt: _Attempt) -> FlightStep:
     index, step, wall_time = STEP.unpack_from(payload)
     if index not in attempt.sets:
-        raise _Damaged
+        raise DamagedFrame
     names, wide = attempt.sets[index]["names"], np.zeros(len(attempt.sets[index]["names"]), bool)
     wide[attempt.sets[index]["wide"]] = True
     offset = STEP.size
@@ -118,12 +118,12 @@ def _steps(
             while offset < len(data):
                 if data.startswith(MAGIC, offset):
                     break
-                kind, payload, offset = _frame_at(data, offset)
+                kind, payload, offset = frame_at(data, offset)
                 if kind == b"A":
                     attempt = _begin(payload, attempt, path)
                     yield attempt
                 elif attempt is None:
-                    raise _Damaged
+                    raise DamagedFrame
                 elif kind == b"N":
                     names = json.loads(payload)
                     attempt.sets[names["id"]] = names
@@ -131,12 +131,18 @@ def _steps(
                     attempt.labels[struct.unpack_from("<H", payload)[0]] = payload[2:].decode()
                 elif kind == b"S":
                     yield read(payload, attempt)
-        except _Damaged:
+        except DamagedFrame:
             pass
         offset = data.find(MAGIC, offset)
 
 
-def _bytes(segment: pathlib.Path) -> bytes:
+def segment_bytes(segment: pathlib.Path) -> bytes:
+    """What a file of a flight record holds.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not a flight record.
+    """
     data = segment.read_bytes()
     if data and MAGIC not in data and not MAGIC.startswith(data[: len(MAGIC)]):
         raise ValueError(f"{segment} is not a flight record: it has no header")
@@ -159,7 +165,7 @@ def read_flight(path: str | os.PathLike[str]) -> list[FlightStep]:
     found, attempt = [], None
     for segment in (previous_path(path), path):
         if segment == path or segment.exists():
-            for item in _steps(_bytes(segment), segment, attempt, _read_step):
+            for item in _steps(segment_bytes(segment), segment, attempt, _read_step):
                 if isinstance(item, _Attempt):
                     attempt = item
                 else:
@@ -173,7 +179,7 @@ def last_flight_step(path: str | os.PathLike[str]) -> int | None:
     for segment in (path, previous_path(path)):
         if segment == path or segment.exists():
             last = None
-            for item in _steps(_bytes(segment), segment, None, _number):
+            for item in _steps(segment_bytes(segment), segment, None, _number):
                 last = last if isinstance(item, _Attempt) else item
             if last is not None:
                 return last

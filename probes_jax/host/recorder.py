@@ -19,9 +19,10 @@ from probes_jax.host.backlog import Backlog, Pending
 from probes_jax.host.drain import Drain
 from probes_jax.host.health import Health, log
 from probes_jax.host.outlets import Outlets
-from probes_jax.host.process import is_distributed, process_index
+from probes_jax.host.process import is_distributed, process_count, process_index
 from probes_jax.host.sink import Sink
 from probes_jax.host.timed import take_wait
+from probes_jax.host.upkeep import Upkeep
 from probes_jax.host.worker import Worker
 from probes_jax.spec import check
 from probes_jax.spec.coverage import Coverage
@@ -70,6 +71,8 @@ class Recorder:
         queue_size: Unread reports held at most.
         flush_every: Seconds between flushes of the sinks.
         patience: Seconds without progress after which `close` leaves a hanging sink behind.
+        budget: Share of the time that monitoring may cost. Above it, less and less goes to the sinks, never P0; what it
+            costs on the device is only told. None: everything is written, whatever it costs.
         clock: Seconds since the epoch.
         process_index: Index of this process; by default asked from JAX when the first report comes.
 
@@ -90,6 +93,7 @@ class Recorder:
         queue_size: int = 4096,
         flush_every: float = 10.0,
         patience: float = 10.0,
+        budget: float | None = 0.05,
         clock: Callable[[], float] = time.time,
         process_index: int | None = None,
     ) -> None:
@@ -108,13 +112,17 @@ class Recorder:
         queue_size = check.integer("Recorder queue_size", queue_size, 1)
         flush_every = check.number("Recorder flush_every, in seconds,", flush_every)
         patience = check.number("Recorder patience, in seconds,", patience, zero=True)
+        if budget is not None:
+            budget = check.share("Recorder budget, a share of the time,", budget)
         if process_index is not None:
             process_index = check.integer("Recorder process_index", process_index, 0)
         self._outlets = Outlets(path, plan, writer=writer, sinks=sinks, flush_every=flush_every, clock=clock)
         self._backlog = Backlog(queue_size, _CAPACITY_BYTES)
         self._plan = plan
         self._announced: set[Layout] = set()
+        self._last: tuple[Any, Any, Any, int] = (None, None, None, 0)  # layout, class, type, bytes of a checked buffer
         self._guarded = plan is not None and plan.guard is not None
+        self._budget = budget
         self._clock = clock
         self._patience = patience
         self._process_index = process_index
@@ -148,12 +156,17 @@ class Recorder:
             return
         if self._closed:
             raise ValueError("record() after close(); make a new Recorder to record more")
-        if layout not in self._announced:  # a new program: once or twice in a run
-            self._announced.add(layout)
-            announce(report, self._plan)
-            self._describe(report)
+        # Nearly every report is of the program, and so of the very same layout and type, that the last one was of.
+        known, kind, aval, nbytes = self._last
+        if layout is not known or type(buffer) is not kind or getattr(buffer, "aval", None) is not aval:
+            if layout not in self._announced:  # a new program: once or twice in a run
+                self._announced.add(layout)
+                announce(report, self._plan)
+                self._describe(report)
+            nbytes = _checked_nbytes(buffer, layout)
+            if hasattr(buffer, "aval"):  # of a NumPy array there is nothing that is cheaper to ask for
+                self._last = (layout, type(buffer), buffer.aval, nbytes)
         worker = self._worker or self._start()
-        nbytes = _checked_nbytes(buffer, layout)
         if self._distributed:
             buffer = _local(buffer)
             if buffer is None:
@@ -237,8 +250,10 @@ class Recorder:
         with self._starting:
             if self._worker is None:
                 index = process_index() if self._process_index is None else self._process_index
-                deliveries = self._outlets.deliveries(index or 0)
-                worker = Worker(self._backlog, deliveries, clock=self._clock, guarded=self._guarded)
+                index = index or 0
+                deliveries = self._outlets.deliveries(index, max(process_count(), index + 1))
+                upkeep = Upkeep(self._budget if index == 0 else None, self._outlets.note)
+                worker = Worker(self._backlog, deliveries, upkeep, clock=self._clock, guarded=self._guarded)
                 self._drain = Drain(worker, self._patience)
                 self._distributed = is_distributed()
                 shutdown.watch(self._drain, signals=not self._distributed)

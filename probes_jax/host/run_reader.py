@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from typing import Any
+import pathlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from probes_jax.host.damage import Damage
+from probes_jax.host.flights import find_lacking, flight_tail
 from probes_jax.host.outlets import flight_path
 from probes_jax.host.read_flight import FlightStep, last_flight_step, read_flight
 from probes_jax.host.run_folder import FORMAT, RunFolder, is_url, runs_in
@@ -18,6 +21,7 @@ from probes_jax.host.store import SeriesArrays, Store
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.derive import derive
 
+_T = TypeVar("_T")
 _PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
 _MOST = 20  # runs that are listed where a folder holds more
 
@@ -102,7 +106,7 @@ class Run:
                 f"run {path!r}: entries/run.json is damaged ({error}); put it back from a copy of the run, or write "
                 f'{{"format": {FORMAT}}} into it'
             ) from error
-        if about is None and self.flight_step() is not None:
+        if about is None and any(self.flight_step(process) is not None for process in self.processes()):
             about = {"format": FORMAT, "created": None}
         if about is None:
             hint = _hint(path, context) or "nothing was recorded there yet, or PROBES_JAX=off was set"
@@ -205,11 +209,31 @@ class Run:
         except FileNotFoundError:
             return []
 
-    def flight_step(self) -> int | None:
-        """The last step in the flight record of process 0: how far the run got. None without a record."""
-        path = flight_path(self.folder, 0)
+    def flight_step(self, process: int = 0) -> int | None:
+        """The last step in the flight record of a process: how far the run got. None without a record."""
+        return self._of_flight(process, last_flight_step)
+
+    def processes(self) -> list[int]:
+        """The processes that left a flight record where this machine can see it."""
+        folder = flight_path(self.folder, 0).parent
+        found = [path.stem.removeprefix("process_") for path in folder.glob("process_*.bin")]
+        return sorted(int(number) for number in found if number.isdecimal())
+
+    def lacking(self) -> dict[int, tuple[int, ...] | None]:
+        """What the flight record of a process lacks, next to those of the others; empty when all have the same.
+
+        Of the newest steps, about ten thousand: by process the steps that others recorded and it did not, or None where
+        the job had a process without a record. A second at the end does not count: no record promises more.
+        """
+        tails = {process: self._of_flight(process, flight_tail) for process in self.processes()}
+        found = find_lacking({process: tail for process, tail in tails.items() if tail is not None})
+        elsewhere = is_url(self.folder.root)  # then every machine keeps the records of its own processes
+        return {process: steps for process, steps in found.items() if steps is not None or not elsewhere}
+
+    def _of_flight(self, process: int, read: Callable[[pathlib.Path], _T]) -> _T | None:
+        path = flight_path(self.folder, process)
         try:
-            return last_flight_step(path)
+            return read(path)
         except FileNotFoundError:
             return None
         except ValueError as error:

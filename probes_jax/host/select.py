@@ -15,14 +15,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from probes_jax.host.priority import is_one_of_many
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.readings import Readings
 from probes_jax.spec.registry import Registry
 
 # Family of per-layer metrics, and the statistic it is ranked by: the first of these that a report has.
 RANKED = (("act", ("abs_max",)), ("grad", ("abs_max", "norm")), ("update", ("abs_max", "ratio", "norm")))
-_MANY = ("{path}", "{index}")  # template words that stand for every layer, or every shard
-_LAYERED = ("act/", "grad_act/", "grad/", "param/", "update/", "residual/", "router/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +44,6 @@ class _Columns:
     names: tuple[str, ...]  # kept alive: it is the cache key
     group: np.ndarray
     rankings: tuple[_Ranking, ...]
-
-
-def _per_layer(name: str, registry: Registry) -> bool:
-    spec = registry.find(name)
-    if spec is not None:
-        return any(word in spec.name for word in _MANY)
-    return name.startswith(_LAYERED) and name.count("/") >= 2
 
 
 def _ranking(family: str, stats: tuple[str, ...], many: Mapping[str, int]) -> _Ranking | None:
@@ -105,7 +97,7 @@ class Selection:
     def _columns(self, names: tuple[str, ...]) -> _Columns:
         found = self._cache.get(id(names))  # one tuple object per layout: comparing thousands of names costs more
         if found is None:
-            many = {name: i for i, name in enumerate(names) if _per_layer(name, self._registry)}
+            many = {name: i for i, name in enumerate(names) if is_one_of_many(name, self._registry)}
             group = np.array([i for i, name in enumerate(names) if name not in many], dtype=np.intp)
             rankings = (_ranking(family, stats, many) for family, stats in RANKED)
             if len(self._cache) >= 64:

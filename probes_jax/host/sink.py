@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
@@ -45,4 +46,13 @@ class DescribedSink(Protocol):
 
     def describe(self, layout: Layout, coverage: Coverage) -> None:
         """Takes what a program measures, before its first reading. Called on the training thread: never waits."""
+        ...
+
+
+@runtime_checkable
+class EventSink(Protocol):
+    """A sink that also keeps what happened."""
+
+    def note(self, step: int, kind: str, payload: Mapping[str, Any]) -> None:
+        """Takes an event, to be written at the next flush. Called on the recorder's worker thread: never waits."""
         ...

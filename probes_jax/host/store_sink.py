@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import threading
@@ -108,6 +109,7 @@ class StoreSink:
         self._flushed = clock()
         self._least_number = 1
         self._coverage: dict[str, Coverage] = {}  # by program and layout; only ever added to
+        self._notes: collections.deque[dict[str, Any]] = collections.deque()  # events of others, to be written
         self._begin()
 
     def _begin(self) -> None:
@@ -125,6 +127,10 @@ class StoreSink:
     def describe(self, layout: Layout, coverage: Coverage) -> None:
         """Takes what a program could and could not measure; it is saved at the next flush of a row."""
         self._coverage.setdefault(f"{layout.program}-{layout.fingerprint}", coverage)  # no lock: a flush may hang
+
+    def note(self, step: int, kind: str, payload: Mapping[str, Any]) -> None:
+        """Takes an event; it is saved at the next flush of a row."""
+        self._notes.append({"step": step, "time": self._clock(), "kind": kind, "payload": payload})
 
     def write(self, readings: Readings) -> None:
         """Takes one step.
@@ -264,6 +270,9 @@ class StoreSink:
                 event["payload"] |= self._superseded(event["step"])
             self._save_event(event)
             waiting.pop(0)
+        while self._notes and self._attempt is not None:
+            self._save_event(self._notes[0])
+            self._notes.popleft()
 
     def _save_event(self, event: Mapping[str, Any]) -> None:
         attempt = self._ensure_attempt()

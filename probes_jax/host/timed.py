@@ -22,7 +22,9 @@ _waits = _Waits()
 
 def take_wait() -> float | None:
     """Seconds that this thread waited for batches since the last call; None when `timed` gave none."""
-    seconds, _waits.seconds = _waits.seconds, None
+    seconds = _waits.seconds
+    if seconds is not None:
+        _waits.seconds = None
     return seconds
 
 

@@ -13,6 +13,7 @@ from probes_jax.host.backlog import STOP, Backlog, Pending, Ticket
 from probes_jax.host.delivery import Delivery
 from probes_jax.host.health import Complaint, Health
 from probes_jax.host.priority import shed
+from probes_jax.host.upkeep import UPKEEP_NAMES, Upkeep
 from probes_jax.spec.metric import Priority
 from probes_jax.spec.readings import Readings, decoder_of
 
@@ -22,6 +23,9 @@ HOST_NAMES = (
     "sys/monitor/failed",
     "sys/monitor/record_seconds",
     "sys/data_wait",
+    "sys/monitor/queue",
+    "sys/monitor/bytes",
+    *UPKEEP_NAMES,
 )
 STOPPED = "alert/guard/stopped"
 FLIGHT = "flight"
@@ -39,8 +43,10 @@ class Worker:
     Args:
         backlog: Unread reports.
         deliveries: The flight record (named `flight`), if any, and the sinks.
+        upkeep: Measures what all of this costs, and says what is left out.
         clock: Seconds since the epoch, for the time at which a report reached the host.
         guarded: Whether somebody waits for `acknowledged`.
+        cpu: CPU seconds of the calling thread.
 
     Attributes:
         latest: The last readings seen.
@@ -54,20 +60,26 @@ class Worker:
         self,
         backlog: Backlog,
         deliveries: Sequence[Delivery],
+        upkeep: Upkeep,
         *,
         clock: Callable[[], float] = time.time,
         guarded: bool = False,
+        cpu: Callable[[], float] = time.thread_time,
     ) -> None:
         self.backlog = backlog
         self.deliveries = tuple(deliveries)
         self._flight = next((d for d in self.deliveries if d.name == FLIGHT), None)
         self._sinks = tuple(d for d in self.deliveries if d is not self._flight)
+        self._upkeep = upkeep
         self._clock = clock
+        self._cpu = cpu
         self._guarded = guarded
         self._complaint, self._behind = Complaint(), Complaint()
         self._said = 0  # records lost in part or whole when that was last said
         self._thread = threading.Thread(target=self._run, name="probes_jax-worker", daemon=True)
         self._last_step = -1
+        self._bytes = 0  # of reports that were read
+        self._shed = 0  # steps of which the budget left something out
         self._passed_over = 0  # reports that the sinks did not get in full because the backlog was long
         self.acknowledged: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         backlog.on_lost = self._acknowledge
@@ -109,6 +121,7 @@ class Worker:
             read=self.read,
             lost=self.backlog.lost,
             passed_over=self._passed_over,
+            shed=self._shed,
             refused=self.refused,
             failed=self.failed,
             record_seconds=self.record_seconds,
@@ -137,7 +150,7 @@ class Worker:
         try:
             # While the device still computes, a long backlog is the training thread's lead, not the host's delay.
             behind = getattr(item.buffer, "is_ready", _always)()
-            self._read(item, self.backlog.pressure if behind else 0.0)
+            self._read(item, behind, self.backlog.pressure if behind else 0.0)
         except Exception as error:  # a failed computation, a buffer that does not fit its layout
             self.failed += 1
             self.last_error = f"{type(error).__name__}: {error}"
@@ -156,22 +169,31 @@ class Worker:
         if self._guarded:
             self.acknowledged.put(self.stopped_at)
 
-    def _read(self, item: Pending, pressure: float) -> None:
+    def _read(self, item: Pending, behind: bool, pressure: float) -> None:
         self.computing = True
         try:
             buffer = np.asarray(item.buffer)
         finally:
             self.computing = False
-        wall_time = self._clock()
+        wall_time, arrived_at = self._clock(), self._upkeep.now()
+        self._bytes += item.nbytes
         decoder = decoder_of(item.layout)
         fresh = [r for row in buffer.reshape(-1, item.layout.size) if (r := decoder.decode(row)) is not None]
         for readings in fresh:
-            # The host's times are those of the whole record; the last of stacked steps carries them.
-            times = (item.record_seconds, item.data_wait) if readings is fresh[-1] else (None, None)
             dropped, failed = self._troubles()
             self._say_dropped(dropped)
-            values = (item.number, dropped, failed, *times)
+            # The host's times are those of the whole record; the last of stacked steps carries them.
+            times, upkeep = (None, None), (None,) * len(UPKEEP_NAMES)
+            if readings is fresh[-1]:
+                alone = buffer.ndim == 1 and not behind
+                times = item.record_seconds, item.data_wait
+                upkeep = self._look_at_cost(readings, arrived_at if alone else None)
+            values = (item.number, dropped, failed, *times, self.backlog.waiting, self._bytes, *upkeep)
             self._deliver(readings.extended(HOST_NAMES, values, wall_time), pressure)
+
+    def _look_at_cost(self, readings: Readings, arrived_at: float | None) -> tuple[float | None, ...]:
+        threads = self._cpu() + sum(delivery.cpu_seconds for delivery in self.deliveries)
+        return self._upkeep.measure(readings, arrived_at, self.record_seconds, threads)
 
     def _troubles(self) -> tuple[int, int]:
         """(records that somebody did not get in full, calls of a sink that raised) so far."""
@@ -200,8 +222,10 @@ class Worker:
         if pressure > _P0_PRESSURE and readings.program == "full":
             self._passed_over += 1
             readings = alerts
+        lighter = self._upkeep.lighten(readings)
+        self._shed += lighter is not readings
         for sink in self._sinks:
-            sink.put(readings)
+            sink.put(lighter)
 
     def _look_at_guard(self, readings: Readings) -> None:
         if self.stopped_at is not None or STOPPED not in readings.names:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from probes_jax.host.happenings import ATTEMPT, KINDS
+from probes_jax.host.upkeep import SCANS, SHED
 from probes_jax.present.first_screen import format_value
 from probes_jax.present.score import find_plan
 from probes_jax.present.state import DETECTORS, History, read, where
@@ -23,7 +24,9 @@ _COUNTS = (
     ("opt/loss_scale_drops", "loss scale lowered"),
 )
 _MOST = 6  # attempts that are named one by one
-_TOLD = {ATTEMPT, *KINDS.values()} - {"guard_stopped"}  # events of what the other rules here find in the series
+_TOLD = {ATTEMPT, SHED, SCANS, *KINDS.values()} - {
+    "guard_stopped"
+}  # events of what the other rules here find in the series
 _WORST = ("logits/abs_max", "act/abs_max")  # a NaN or infinity in one of these is named
 _MONITOR = (  # running counts of the recorder, and what to look at
     ("sys/monitor/dropped", "records lost in part or whole, noticed", "the host or its disk was too slow"),
@@ -73,7 +76,8 @@ def find_unusual(run: History, plan: Plan | None = None) -> list[Unusual]:
     manifest = run.manifest()
     plan = find_plan(manifest) if plan is None else plan
     found = [*_counts(run), *_nonfinite(run), *_walks(run), *_co_spikes(run), *_spikes(run, plan), *_monitor(run)]
-    return [*found, *_missing_steps(run), *_attempts(run, manifest), *_events(run)]
+    found += [*_budget(run), *_missing_steps(run), *_lacking(run)]
+    return [*found, *_attempts(run, manifest), *_events(run)]
 
 
 def _walks(run: History) -> Iterator[Unusual]:
@@ -143,6 +147,19 @@ def _monitor(run: History) -> Iterator[Unusual]:
         yield Unusual("observed points that did not report", (), f"{counts}; probes coverage names them")
 
 
+def _budget(run: History) -> Iterator[Unusual]:
+    """What the recorder left out to keep its budget, and scans above it."""
+    events = run.events()
+    shed = [event for event in events if event["kind"] == SHED]
+    if shed:
+        detail = f"{shed[-1]['payload']['what']} since then"
+        yield Unusual("recorder over its budget, or back in it,", tuple(event["step"] for event in shed), detail)
+    for event in events:
+        if event["kind"] == SCANS:
+            cost, every = event["payload"]["share"], event["payload"]["scan_every"]
+            yield Unusual(f"scans add {cost:.2g} of a step's time", (event["step"],), f"scan_every={every} would do")
+
+
 def _missing_steps(run: History) -> Iterator[Unusual]:
     """Steps without a record, between the first and the last."""
     steps, _, _ = read(run, "loss/mean")
@@ -150,6 +167,15 @@ def _missing_steps(run: History) -> Iterator[Unusual]:
     missing = [step for at in gaps[:100] for step in range(int(steps[at]) + 1, int(steps[at + 1]))]
     if missing:
         yield Unusual("no record", tuple(missing))
+
+
+def _lacking(run: History) -> Iterator[Unusual]:
+    """Processes of a job whose flight record is missing, or lacks what others have."""
+    for process, steps in run.lacking().items():
+        if steps is None:
+            yield Unusual(f"flight record of process {process} is not in this folder")
+        else:
+            yield Unusual(f"flight record of process {process} lacks what others have", steps)
 
 
 def _attempts(run: History, manifest: dict) -> Iterator[Unusual]:

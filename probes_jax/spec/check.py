@@ -37,6 +37,17 @@ def number(name: str, value: Any, *, zero: bool = False) -> float:
     return float(value)
 
 
+def share(name: str, value: Any) -> float:
+    """A number between 0 and 1, neither of them.
+
+    >>> share("Recorder budget", 0.02)
+    0.02
+    """
+    if number(name, value) >= 1:
+        raise ValueError(f"{name} must be below 1, got {value!r}; write 0.02 for 2 %")
+    return float(value)
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):

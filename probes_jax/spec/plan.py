@@ -33,6 +33,9 @@ class Guard:
             )
 
 
+FAMILIES = ("act", "grad", "param", "update", "logits")  # what a plan can do without
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is measured, when, and with which thresholds. Checked when built.
@@ -53,6 +56,9 @@ class Plan:
         include: Which activations are observed: regular expressions on the point name, or `role:` and a role
             (`role:query`); empty means all.
         exclude: The same, for those that are not observed.
+        without: Families of metrics that are not measured, to save what they cost (`pj.inspect` says what that is):
+            `act` (activations; their gradients are `backward`), `grad` and `update` (each layer's own: the totals stay,
+            detectors need them), `param` (norms of the parameters, and with them the update ratios), `logits`.
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A
@@ -74,6 +80,7 @@ class Plan:
     backward: bool = True
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
     token_axes: tuple[str, ...] | None = None
     feature_axes: tuple[str, ...] | None = None
@@ -84,6 +91,7 @@ class Plan:
             "groups",
             "include",
             "exclude",
+            "without",
             *(name for name in ("token_axes", "feature_axes") if getattr(self, name) is not None),
         ):
             self._set(name, check.names(f"Plan {name}", getattr(self, name)))
@@ -98,6 +106,9 @@ class Plan:
         for name in ("include", "exclude"):
             for text in getattr(self, name):
                 check.chosen(f"Plan {name}", text, tuple(role for _, role in self.roles))
+        for family in self.without:
+            if family not in FAMILIES:
+                raise ValueError(f"Plan without names the family {family!r}; a plan can do without {FAMILIES}")
         if not isinstance(self.unit, str) or not re.fullmatch(r"[a-z]+", self.unit):
             raise ValueError(f'Plan unit must be one word such as "token" or "example", got {self.unit!r}')
         if self.guard is not None and not isinstance(self.guard, Guard):

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from probes_jax.stats.barrier import sharding_barrier
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -102,5 +104,5 @@ def cut(x: jax.Array, split: Split = WHOLE) -> Partial:
         shape.append(length // total)
     if not axes:
         return Partial(x, ())
-    x = jnp.reshape(x, shape)
+    x = jnp.reshape(sharding_barrier(x), shape)
     return Partial(jnp.moveaxis(x, rows, range(len(rows))), tuple(axes))

@@ -18,10 +18,11 @@ from probes_jax.observe.learning_rate import find_learning_rate
 from probes_jax.observe.names import label_params
 from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.plan import Plan
+from probes_jax.step.alike import check_alike, shape_facts
 from probes_jax.step.loss_scale import LossScale
 from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
-from probes_jax.step.objective import Notes, Objective
+from probes_jax.step.objective import LEFT_OUT, Notes, Objective
 from probes_jax.step.partition import Partition
 from probes_jax.step.select import Wrt, flatten, join, split_trained, unflatten
 from probes_jax.step.settings import Settings
@@ -50,6 +51,7 @@ def make_core(
 
     shapes = jax.eval_shape(init, key, batch, variables)
     _check_params(shapes[0])
+    check_alike(partition.mesh, shape_facts("parameter", shapes[0]) | shape_facts("model state", shapes[1]))
     specs = binding.partition_specs(*shapes)
     place = _placements(shapes, specs, shardings, partition)
     if abstract:
@@ -177,6 +179,8 @@ def describe(
     """
     key = jax.random.key(0) if key is None else key
     notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
+    points = {f"point {point}": str(point.shape) for point in notes.seen}
+    check_alike(partition.mesh, points | shape_facts("optimizer state", core.opt_state))
     called, frozen = _try_update(tx, core.params, runs)
     never, leaves = flatten(frozen), flatten(core.params)
     labels = label_params({path: leaf.shape for path, leaf in leaves.items()}, notes.stacks, notes.axes)
@@ -194,6 +198,7 @@ def describe(
     rate, no_rate = find_learning_rate(core.opt_state)
     missing = {} if clip else {"grad/clip_rate": no_clip}
     missing |= {} if rate else {"opt/learning_rate": no_rate}
+    missing |= dict.fromkeys(plan.without, LEFT_OUT)
     return Settings(
         binding=binding,
         tx=called,

@@ -36,13 +36,18 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any)
     items = name_loss(part.rows, settings.plan.groups)
     items += [measured(f"loss/extra/{name}", rows) for name, rows in part.extra.items()]
     items += name_logits(part.rows) if "logits" in part.rows else []
+    without = settings.plan.without
     for prefix, names, summaries in (
         ("act", part.names, part.points),
         ("grad_act", part.gradient_names, part.gradients),
     ):
+        if prefix in without:
+            continue
         for point, rows in zip(names, summaries, strict=True):
             items.append(measured(point.labels(rows.stack_shape(), prefix), rows))
-    return items + measure_gradients(flatten(gradients), settings.infos, layers=program == "full")
+    return items + measure_gradients(
+        flatten(gradients), settings.infos, layers=program == "full" and "grad" not in without
+    )
 
 
 def decide_early(
@@ -104,8 +109,12 @@ def finish(
     """
     layers, mesh = program == "full", settings.partition.mesh
     old, new = flatten(before.params), flatten(after.params)
-    items = items + measure_norms("param", old, settings.infos, layers=layers)
-    items += measure_norms("update", subtract(new, old), settings.infos, layers=layers)
+    without = settings.plan.without
+    if "param" not in without:
+        items = items + measure_norms("param", old, settings.infos, layers=layers)
+    items = items + measure_norms(
+        "update", subtract(new, old), settings.infos, layers=layers and "update" not in without
+    )
     reduced = reduce_measured(items, program, mesh)
     values = read_values(reduced)
     if guard is None:

@@ -26,6 +26,8 @@ from probes_jax.stats.summary import Summary
 from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
 
+LEFT_OUT = "left out by Plan without"
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -116,18 +118,23 @@ class Objective:
     @property
     def backward(self) -> bool:
         """Whether gradients of activations are measured."""
-        return self.scan and self.plan.backward
+        return self.observes and self.plan.backward
+
+    @property
+    def observes(self) -> bool:
+        """Whether activations are looked at: for themselves, or for their gradients."""
+        return self.scan and (self.plan.backward or "act" not in self.plan.without)
 
     def __call__(
         self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None
     ) -> tuple[jax.Array, jax.Array, Part]:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
-        measure = self._measure if self.scan else None
+        measure = self._measure if self.observes else None
         evaluation = Evaluation(taps)
         bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, evaluation=evaluation)
         own = LossObserver(self._measure, evaluation)
         with contextlib.ExitStack() as stack:
-            if self.scan:
+            if self.observes:
                 stack.enter_context(observing(own))
                 stack.enter_context(evaluation.around(self.loss_fn))
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
@@ -204,7 +211,9 @@ class Objective:
                     "microbatches, or more examples"
                 )
         logits, reason = find_logits(tokens, outputs)
-        if logits is None:
+        if "logits" in self.plan.without:
+            notes.missing["logits"] = LEFT_OUT
+        elif logits is None:
             notes.missing["logits"] = reason
         else:
             if not has_classes(logits.shape):

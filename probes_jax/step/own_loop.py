@@ -15,6 +15,7 @@ from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
 from probes_jax.stats.manual import add_up
 from probes_jax.step.accumulate import accumulate, check_batch
+from probes_jax.step.alike import check_alike, setting_facts, shape_facts
 from probes_jax.step.create import describe
 from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.manual import check_place, check_shards, of_all_devices
@@ -90,6 +91,7 @@ class Monitor:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)
         partition = partition if plan.feature_axes is not None else partition.with_features(params)
+        check_alike(partition.mesh, setting_facts(plan, axis_names=axis_names) | shape_facts("parameter", params))
         opt_state = jax.eval_shape(tx.init, params)
         core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, init_monitor(plan, None))
         binding = None if model is None else wrap(model)

@@ -13,6 +13,7 @@ from probes_jax.observe.wrap import wrap
 from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
 from probes_jax.step.accumulate import check_batch
+from probes_jax.step.alike import check_alike, setting_facts, shape_facts
 from probes_jax.step.create import describe, make_core
 from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.loss_scale import as_loss_scale
@@ -90,7 +91,8 @@ class TrainState:
                 machine, or on a mesh of `pj.topology` devices. The batch may then be `jax.ShapeDtypeStruct`s.
 
         Raises:
-            TypeError, ValueError: An argument does not fit; the message names it and says what to do.
+            TypeError, ValueError: An argument does not fit; the message names it and says what to do. In a job of
+                several processes also: a process was given something else than the others; it is named.
         """
         plan = Plan() if plan is None else plan
         if not isinstance(plan, Plan):
@@ -111,6 +113,8 @@ class TrainState:
         key = _as_key(rngs)
         binding = wrap(model)
         partition = find_partition(plan, batch, find_mesh(batch, shardings))
+        facts = setting_facts(plan, microbatches=microbatches, loss_scale=scale, donate=donate)
+        check_alike(partition.mesh, facts | shape_facts("batch", batch))
         with partition.advice():
             core = make_core(
                 binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition, abstract

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from probes_jax.stats.manual import manual_axes
+from probes_jax.step.alike import check_alike, switch
 from probes_jax.step.pack import widen
 from probes_jax.step.program import enabled, step_program
 from probes_jax.step.report import Report
@@ -57,8 +58,9 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
         The state after the step, and the report.
 
     Raises:
-        ValueError: The batch is empty, ragged, or does not divide into the microbatches; or this is called inside of
-            `jax.shard_map` or `jax.pmap`.
+        ValueError: The batch is empty, ragged, or does not divide into the microbatches; this is called inside of
+            `jax.shard_map` or `jax.pmap`; or, at the first step of a job of several processes, a process is at another
+            step than the others.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
@@ -68,6 +70,8 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
             "itself: call it outside, with a sharded batch; or keep your step and measure it with "
             f"pj.Monitor.create(axis_names={tuple(manual_axes())}, ...)"
         )
+    if isinstance(state.key, jax.ShapeDtypeStruct):
+        raise ValueError("state was created with abstract=True: pj.inspect compiles it, but it holds nothing to train")
     if isinstance(state.step, Tracer):
         return _traced(state, batch)
     if isinstance(state.key, jax.Array) and state.key.is_deleted():
@@ -76,6 +80,8 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
             "create it with donate=False"
         )
     step = int(state.step)
+    if not state.settings.programs:  # the first step: a process that restored another checkpoint is found here
+        check_alike(state.settings.partition.mesh, {"PROBES_JAX": repr(switch()), "step": str(step)})
     run = compiled(state.settings, program_of(state.settings, step))
     # An explicit transfer, so that a loop under jax.transfer_guard goes on.
     after, report = run(jax.device_put(np.int32(step)), state.core, batch)

@@ -23,6 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "observe": {"spec", "stats"},
     "detect": {"spec", "stats"},
     "step": {"spec", "stats", "signals", "observe", "detect"},
+    "cost": {"spec", "step"},
     "evaluate": {"spec", "stats", "signals", "observe", "detect"},
     "host": {"spec"},
     "system": {"spec"},

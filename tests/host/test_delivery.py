@@ -262,3 +262,27 @@ def test_what_goes_with_the_readings_and_cannot_be_saved_holds_up_none_of_them(c
     assert sink.steps == [0, 1, 2] and (health.written, health.dropped) == (3, 0)
     assert health.failed >= sink.flushed - 1 and "no table" in health.last_error
     assert len(caplog.records) == 1
+
+
+def test_a_sink_that_does_not_come_back_is_named_once_a_minute_and_its_readings_are_dropped_in_the_end(caplog):
+    """L091: it raises nothing, and its queue may take hours to fill."""
+    sink, now = HangingSink(), [0.0]
+    delivery = _delivery(sink, monotonic=lambda: now[0])
+    delivery.start()
+    delivery.put(_readings(0))
+    assert sink.entered.wait(20)
+    for step, seconds in enumerate((29.0, 31.0, 60.0, 92.0), 1):
+        now[0] = seconds
+        delivery.put(_readings(step))
+    lines = [record.message for record in caplog.records]
+    assert [line.split(" s;")[0] for line in lines] == [
+        "sink 'sink' has not come back from a call for 31",
+        "sink 'sink' has not come back from a call for 92",
+    ]
+    assert "2 readings wait for it" in lines[0]
+    assert (delivery.health.dropped, delivery.health.waiting) == (0, 4)
+    delivery.leave()
+    assert (delivery.health.dropped, delivery.health.waiting) == (5, 0)
+    sink.release.set()
+    _finish(delivery)
+    assert (delivery.health.dropped, delivery.health.written) == (0, 5), "it came back after all"

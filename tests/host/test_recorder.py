@@ -265,6 +265,22 @@ def test_what_is_no_report_is_refused_at_the_call():
         recorder.record(report(0))
 
 
+def test_a_wrong_buffer_is_refused_after_right_ones_too():
+    """What was checked of the last report is not asked again; what differs from it is."""
+    sink = ListSink()
+    with Recorder(sinks=[sink]) as recorder:
+        for step in range(3):
+            recorder.record(FakeReport(jax.device_put(buffer_of(step)), LIGHT))
+        with pytest.raises(TypeError, match="only a tracer"):
+            jax.jit(lambda buffer: recorder.record(FakeReport(buffer, LIGHT)))(jax.device_put(buffer_of(3)))
+        with pytest.raises(ValueError, match=rf"\[{LIGHT.size}\]"):
+            recorder.record(FakeReport(jax.device_put(buffer_of(3, FULL)), LIGHT))
+        with pytest.raises(ValueError, match=rf"\[{FULL.size}\]"):
+            recorder.record(FakeReport(jax.device_put(buffer_of(3)), FULL))
+        recorder.record(FakeReport(jax.device_put(buffer_of(3)), LIGHT))
+    assert sink.steps == [0, 1, 2, 3]
+
+
 def test_settings_are_checked_when_built(tmp_path):
     """L085: a folder that cannot be written fails at set-up."""
     with pytest.raises(ValueError, match="nowhere to write"):

@@ -11,7 +11,14 @@ class FakeRun:
     """Series by name: `values`, or `(steps, values)`; None is absent."""
 
     def __init__(
-        self, series: dict[str, Any], manifest: dict | None = None, events=(), which=None, flight=None, coverage=()
+        self,
+        series: dict[str, Any],
+        manifest: dict | None = None,
+        events=(),
+        which=None,
+        flight=None,
+        coverage=(),
+        lacking=None,
     ) -> None:
         self._series = series
         self._manifest = manifest or {"attempts": [{"attempt": 1, "first_step": 0, "plan": None}]}
@@ -19,6 +26,7 @@ class FakeRun:
         self._which = which or {}
         self._flight = flight
         self._coverage = list(coverage)
+        self._lacking = lacking or {}
 
     def names(self) -> list[str]:
         return list(self._series)
@@ -48,3 +56,6 @@ class FakeRun:
 
     def flight_step(self) -> int | None:
         return self._flight
+
+    def lacking(self) -> dict:
+        return self._lacking

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from probes_jax.spec.summary import decode_count
 from probes_jax.stats import fold as fold_module
 from probes_jax.stats.fold import Fold, How, _block_shape, fold
 from probes_jax.stats.moments import summarize_moments
@@ -25,6 +26,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(fold_module, "_BLOCK", 16)
     monkeypatch.setattr(fold_module, "_LEAST_BLOCK", 4)
     monkeypatch.setattr(fold_module, "_STEPS", 8)
+    monkeypatch.setattr(fold_module, "_MANY", 16)
 
 
 @pytest.mark.parametrize(
@@ -38,17 +40,29 @@ def small_blocks(monkeypatch):
         ((4096, 4), np.float32),  # two levels of loops
     ],
 )
-def test_the_loop_gives_the_values_of_the_plain_form(shape, dtype, small_blocks):
+def test_every_form_gives_the_same_values(shape, dtype, small_blocks):
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     x.reshape(-1)[::7] = 0.5
     block = _block_shape(shape)
     assert block is not None
     assert block[0] * np.prod(block[1]) == x.size
-    plain = jax.jit(lambda x: fold_module._plain(cut(x, WHOLE), FOLDS))(x)
-    loop = jax.jit(lambda x: fold_module._loop(cut(x, WHOLE), FOLDS, *block))(x)
-    for name in ("count", "equal", "max"):
-        np.testing.assert_array_equal(plain[name], loop[name])
-    np.testing.assert_allclose(plain["sum"], loop["sum"], rtol=1e-6)
+    plain = jax.jit(lambda x: fold_module._apart(cut(x, WHOLE), FOLDS))(x)
+    others = {
+        "loop": lambda x: fold_module._loop(cut(x, WHOLE), FOLDS, *block),
+        "together": lambda x: fold_module._together(cut(x, WHOLE), FOLDS),
+    }
+    for form in others.values():
+        found = jax.jit(form)(x)
+        for name in ("count", "equal", "max"):
+            np.testing.assert_array_equal(plain[name], found[name])
+        np.testing.assert_allclose(plain["sum"], found["sum"], rtol=1e-6)
+
+
+def test_more_elements_than_a_float_counts_are_counted_in_words(monkeypatch):
+    monkeypatch.setattr(fold_module, "FLOAT_ONES", 8)
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    found = fold_module._together(cut(x, WHOLE), FOLDS)["count"]
+    assert float(found[0] + 256 * found[1]) == (x > 0.5).sum()
 
 
 @pytest.mark.parametrize(
@@ -56,14 +70,15 @@ def test_the_loop_gives_the_values_of_the_plain_form(shape, dtype, small_blocks)
     [
         ((), None),
         ((65_535,), None),  # small
-        ((2048, 1024), (512, (4, 1024))),
-        ((8, 256, 1024), (512, (4, 1024))),
-        ((1024, 16, 128), (512, (2, 16, 128))),
-        ((2**21,), (512, (4096,))),
+        ((2048, 1024), (128, (16, 1024))),
+        ((8, 256, 1024), (128, (16, 1024))),
+        ((1024, 16, 128), (128, (8, 16, 128))),
+        ((2**21,), (128, (16_384,))),
+        ((2**16 + 1, 512), None),  # so many blocks that two counts might not fit one word
         ((40, 50_257), (40, (50_257,))),  # an odd vocabulary: whole rows
         ((2, 50_257), None),  # too few rows
         ((1_000_003,), None),  # a prime length cannot be split
-        ((1000, 4095), (1000, (1, 4095))),
+        ((1001, 4095), (1001, (4095,))),
     ],
 )
 def test_the_block_keeps_the_last_axes_whole(inner, want):
@@ -77,10 +92,30 @@ def _lowered(platform: str) -> str:
 
 def test_the_form_is_chosen_for_the_platform_that_is_compiled_for():
     assert "stablehlo.while" in _lowered("cpu")
-    for platform in ("tpu", "cuda"):  # from this machine, which has neither
+    for platform, reductions in (("tpu", len(FOLDS)), ("cuda", 1)):  # from this machine, which has neither
         text = _lowered(platform)
         assert "stablehlo.while" not in text
-        assert "stablehlo.reduce" in text
+        assert text.count("stablehlo.reduce") == reductions
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
+def test_two_counts_in_one_word_do_not_run_into_each_other(value, small_blocks):
+    x = np.full((2**16 - 1, 4), value, np.float32)  # as many blocks as the word of a pair of counts has room for
+    both = {"count": FOLDS["count"], "equal": FOLDS["equal"]}
+    x[17, 2] = 0.5
+    steps, block = _block_shape(x.shape) or pytest.fail("the loop was not taken")
+    assert (steps, block) == (2**16 - 1, (4,))
+    found = jax.jit(lambda x: fold_module._loop(cut(x, WHOLE), both, steps, block))(x)
+    assert decode_count(np.asarray(found["count"])) == np.sum(x > 0.5)
+    assert decode_count(np.asarray(found["equal"])) == np.sum(x == 0.5)
+
+
+@pytest.mark.optimized
+def test_a_bfloat16_tensor_is_not_widened_as_a_whole():
+    """XLA would convert all of it before the loop, for twice its size in memory and most of the time."""
+    x = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
+    program = jax.jit(lambda x: fold(cut(x, WHOLE), FOLDS)).lower(x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2048 * 1024
 
 
 def test_an_equal_tensor_of_a_million_elements_sums_without_a_drift():

@@ -1,0 +1,7 @@
+"""What monitoring costs, found before a run: compiled programs read, not run."""
+
+from probes_jax.cost.inspection import Cost, Inspection, Program, inspect
+from probes_jax.cost.topology import topology
+from probes_jax.cost.traffic import Collective
+
+__all__ = ["Collective", "Cost", "Inspection", "Program", "inspect", "topology"]

@@ -1,0 +1,259 @@
+"""What monitoring costs, read from the compiled programs: for the devices at hand, or for some that are not."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from probes_jax.cost import traffic
+from probes_jax.cost.hlo import parse
+from probes_jax.spec.layout import Layout
+from probes_jax.spec.plan import FAMILIES, Plan
+from probes_jax.spec.readings import decoder_of
+from probes_jax.step.settings import Settings
+from probes_jax.step.state import TrainState
+from probes_jax.step.train import compiled
+
+_MONITORED = ("light", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one program costs on one device.
+
+    Attributes:
+        collectives: Exchanges between devices in one step, those of loops once for each turn.
+        looped: How many collectives stand inside of a loop.
+        bytes: Bytes to and from the device's main memory in one step.
+        temporary: Bytes of memory beside arguments and results, as the compiler plans it.
+        payload: Bytes of the report that goes to the host.
+        series: Metrics that the report holds.
+        compile_seconds: Processor time of tracing and compiling, over all threads.
+    """
+
+    collectives: int
+    looped: int
+    bytes: int
+    temporary: int
+    payload: int
+    series: int
+    compile_seconds: float
+
+    def __sub__(self, other: Cost) -> Cost:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Cost(*(a - b for a, b in zip(mine, theirs, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program.
+
+    Attributes:
+        cost: All that it costs, training included.
+        collectives: Each of its collectives.
+    """
+
+    cost: Cost
+    collectives: tuple[traffic.Collective, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What monitoring adds. `print` shows it as a table.
+
+    Attributes:
+        device: What it was compiled for.
+        devices: How many of them.
+        scan_every: Steps from one full program to the next.
+        programs: `off` (the plain train step), and those asked for of `light` and `full`.
+        parts: For each program and part, what the program costs with it minus what it costs without.
+    """
+
+    device: str
+    devices: int
+    scan_every: int
+    programs: dict[str, Program]
+    parts: dict[str, dict[str, Cost]]
+
+    def added(self, program: str) -> Cost:
+        """What a monitored program costs more than the plain step."""
+        return self.programs[program].cost - self.programs["off"].cost
+
+    def ratio(self, program: str, what: str = "bytes") -> float:
+        """What is added, as a share of what the plain step costs. NaN where the plain step has none of it."""
+        plain = getattr(self.programs["off"].cost, what)
+        return getattr(self.added(program), what) / plain if plain else float("nan")
+
+    def exchanges(self, program: str) -> tuple[traffic.Collective, ...]:
+        """The collectives that the plain step does not have; of one that it has with fewer arrays, those are left out.
+
+        One inside of a loop (`looped`) is a wrong guess of how a tensor is sharded. `Plan(token_axes=, feature_axes=)`
+        mends the guess, or an annotation of the tensor in the model.
+        """
+        # By array: the compiler joins exchanges of several arrays, and not always the same ones.
+        plain = collections.Counter(key for found in self.programs["off"].collectives for key in found.keys)
+        out = []
+        for found in self.programs[program].collectives:
+            more = collections.Counter(found.keys) - plain
+            plain -= collections.Counter(found.keys)
+            if more:
+                out.append(dataclasses.replace(found, arrays=tuple(array for _, array, _ in more.elements())))
+        return tuple(out)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            **{name: getattr(self, name) for name in ("device", "devices", "scan_every")},
+            "programs": {name: dataclasses.asdict(program.cost) for name, program in self.programs.items()},
+            "parts": {
+                name: {part: dataclasses.asdict(cost) for part, cost in parts.items()}
+                for name, parts in self.parts.items()
+            },
+            "exchanges": {
+                name: [dataclasses.asdict(found) for found in self.exchanges(name)]
+                for name in self.programs
+                if name != "off"
+            },
+        }
+
+    def __str__(self) -> str:
+        from probes_jax.cost.table import table
+
+        return table(self)
+
+
+def inspect(
+    state: TrainState,
+    batch: Any,
+    *,
+    programs: tuple[str, ...] = _MONITORED,
+    by: str | None = "family",
+    points: str = "",
+) -> Inspection:
+    """Compiles the monitored step and the plain one, and says what the probes add. Runs nothing.
+
+    Args:
+        state: From `TrainState.create`. With `abstract=True` and a mesh of `pj.topology` devices it needs no memory and
+            none of the hardware.
+        batch: A batch as the step is called with; `jax.ShapeDtypeStruct`s with shardings will do.
+        programs: Which programs to compile beside the plain one.
+        by: `"family"`: also what each family of metrics costs, by compiling each program without it; `"point"`: the
+            same for each observed point (one compilation each: name some with `points`); None: only the whole.
+        points: Regular expression on the names of points, for `by="point"`.
+
+    Returns:
+        The costs on one device of each program.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; or no point matches.
+
+    Example:
+        >>> import flax.linen as nn, jax.numpy as jnp, optax
+        >>> loss = lambda model, batch, rngs: jnp.mean(model(batch) ** 2)
+        >>> batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+        >>> state = TrainState.create(
+        ...     model=nn.Dense(2), tx=optax.sgd(0.1), loss_fn=loss, batch=batch, abstract=True
+        ... )
+        >>> inspect(state, batch, programs=("light",), by=None).added("light").collectives
+        0
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
+    unknown = [name for name in programs if name not in _MONITORED]
+    if unknown or not isinstance(programs, tuple):
+        raise ValueError(f"programs must be a tuple of {_MONITORED}, got {programs!r}")
+    if by not in ("family", "point", None):
+        raise ValueError(f'by must be "family", "point" or None, got {by!r}')
+    settings = state.settings
+    batch = jax.tree.map(_described, batch)
+    core = jax.tree.map(_described, state.core)
+
+    def run(plan: Plan, program: str) -> Program:
+        return _compile(dataclasses.replace(settings, plan=plan, programs={}), program, core, batch)
+
+    found = {name: run(settings.plan, name) for name in ("off", *programs)}
+    parts: dict[str, dict[str, Cost]] = {}
+    for name in programs:
+        layout = _layout(settings, name, core, batch)
+        for part, plan in _without(by, settings.plan, layout, points):
+            parts.setdefault(name, {})[part] = found[name].cost - run(plan, name).cost
+    device = _devices(settings)
+    return Inspection(device[0].device_kind, len(device), settings.plan.scan_every, found, parts)
+
+
+def _without(by: str | None, plan: Plan, layout: Layout, points: str) -> Iterator[tuple[str, Plan]]:
+    """The plan without one part, for each part that this layout holds anything of."""
+    names = [label for entry in layout.entries for label in entry.labels]
+    if by == "family":
+        if plan.backward and any(name.startswith("grad_act/") for name in names):
+            yield "grad_act", dataclasses.replace(plan, backward=False)
+        for family in FAMILIES:
+            rows = re.compile(rf"{family}/.*{{stat}}" if family in ("param", "logits") else rf"{family}/.+/{{stat}}")
+            if any(rows.match(name) for name in names):
+                yield family, dataclasses.replace(plan, without=(*plan.without, family))
+    elif by == "point":
+        found = dict.fromkeys(_point(name) for name in names if name.startswith(("act/", "grad_act/")))
+        chosen = [point for point in found if re.search(points, point)]
+        if found and not chosen:
+            raise ValueError(
+                f"points={points!r} matches no observed point; there are {', '.join(list(found)[:8])}, ..."
+            )
+        for point in chosen:
+            yield point, dataclasses.replace(plan, exclude=(*plan.exclude, f"^{re.escape(point)}$"))
+
+
+def _point(label: str) -> str:
+    """`act/block[3]/mlp/{stat}` to the point's name without its layer."""
+    return re.sub(r"\[\d+\]", "", label.split("/", 1)[1].rsplit("/", 1)[0])
+
+
+def _described(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array and where it lies, so that nothing is held and nothing moved."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=getattr(x, "sharding", None))
+
+
+def _devices(settings: Settings) -> list[Any]:
+    partition = settings.partition
+    return list(partition.mesh.devices.flat) if partition.mesh is not None else list(partition.everywhere().device_set)
+
+
+def _step(settings: Settings) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), np.int32, sharding=settings.partition.everywhere())
+
+
+def _layout(settings: Settings, program: str, core: Any, batch: Any) -> Layout:
+    """What a program reports. Traced, not compiled."""
+    _, report = jax.eval_shape(compiled(settings, program), _step(settings), core, batch)
+    return report.layout
+
+
+def _compile(settings: Settings, program: str, core: Any, batch: Any) -> Program:
+    start = time.process_time()
+    lowered = compiled(settings, program).lower(_step(settings), core, batch)
+    done = lowered.compile()
+    seconds = time.process_time() - start
+    layout = lowered.out_info[1].layout
+    module = parse(done.as_text())
+    exchanges = tuple(traffic.collectives(module))
+    memory = done.memory_analysis()
+    return Program(
+        Cost(
+            collectives=sum(found.times for found in exchanges),
+            looped=sum(found.looped for found in exchanges),
+            bytes=traffic.bytes_accessed(module),
+            temporary=getattr(memory, "temp_size_in_bytes", 0),
+            payload=4 * layout.size if layout.entries else 0,
+            series=len(decoder_of(layout).names),
+            compile_seconds=seconds,
+        ),
+        exchanges,
+    )

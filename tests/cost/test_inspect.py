@@ -1,0 +1,163 @@
+"""What `pj.inspect` finds in programs compiled here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import probes_jax as pj
+from benchmarks.compiled import state_for
+from probes_jax.cost.hlo import parse
+from probes_jax.cost.traffic import bytes_accessed, collectives
+from tests.step.small import GROUPS, make_batch, make_state
+
+SMALL = dict(layers=3, width=64, vocabulary=128, heads=2)
+
+
+def abstract(plan=None, **sizes):
+    return state_for(jax.devices(), 2, 1, 16, plan or pj.Plan(), **{**SMALL, **sizes})
+
+
+@pytest.fixture(scope="module")
+def found():
+    state, batch = abstract()
+    return pj.inspect(state, batch)
+
+
+def test_two_collectives_more_and_none_in_a_loop(found):
+    for program in ("light", "full"):
+        assert found.added(program).collectives == 2, program
+        assert found.added(program).looped == 0, program
+        assert not [each for each in found.exchanges(program) if each.looped]
+    assert found.programs["off"].cost.looped > 0  # the model's own: the count sees loops
+
+
+def test_every_family_costs_what_the_program_costs_with_it(found):
+    full = found.parts["full"]
+    assert set(full) == {"act", "grad_act", "grad", "param", "update", "logits"}
+    assert set(found.parts["light"]) == {"param", "logits"}
+    assert all(cost.payload > 0 and cost.series > 0 for cost in full.values())
+    assert sum(cost.payload for cost in full.values()) < found.added("full").payload
+    assert found.ratio("full") > found.ratio("light") > 0
+
+
+def test_the_payload_and_the_series_are_those_of_a_report():
+    batch = make_batch()
+    state = make_state(batch=batch, donate=False)
+    seen = pj.inspect(state, batch, programs=("full",), by=None)
+    _, report = pj.monitored_train_step(state, batch)
+    cost = seen.programs["full"].cost
+    assert cost.payload == report.buffer.nbytes
+    assert cost.series == len(report.readings()[0].names)
+    assert seen.programs["off"].cost.payload == 0
+    assert seen.added("full").collectives == 0
+
+
+def test_points_by_name():
+    batch = make_batch()
+    state = make_state(batch=batch)
+    seen = pj.inspect(state, batch, programs=("full",), by="point", points="^head$")
+    assert list(seen.parts["full"]) == ["head"]
+    with pytest.raises(ValueError, match="no observed point; there are"):
+        pj.inspect(state, batch, programs=("full",), by="point", points="nothing")
+
+
+def test_what_a_plan_leaves_out_is_not_measured():
+    batch = make_batch()
+    state = make_state(batch=batch, plan=pj.Plan(groups=GROUPS, without=("act", "grad", "param", "update", "logits")))
+    _, report = pj.monitored_train_step(state, batch)
+    names = set(report.scalars())
+    assert {"loss/mean", "grad/norm", "update/norm"} <= names
+    assert any(name.startswith("grad_act/") for name in names)
+    assert not [name for name in names if name.startswith(("act/", "param/", "logits/", "update/head", "grad/head"))]
+    assert report.coverage.missing["logits"] == "left out by Plan without"
+    with pytest.raises(ValueError, match="can do without"):
+        pj.Plan(without=("loss",))
+
+
+def test_an_abstract_state_is_the_real_one_without_its_arrays():
+    batch = make_batch(batch=16)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    batch = {key: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for key, x in batch.items()}
+
+    def rule(path, shape):
+        return PartitionSpec(None, "model") if len(shape) == 2 and shape[1] % 2 == 0 else PartitionSpec()
+
+    real = make_state(batch=batch, shardings=rule)
+    described = make_state(
+        batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch),
+        shardings=rule,
+        abstract=True,
+    )
+    assert jax.tree.structure(real.core) == jax.tree.structure(described.core)
+    for one, other in zip(jax.tree.leaves(real.core), jax.tree.leaves(described.core), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        assert not isinstance(other, jax.Array)
+    assert dataclasses.asdict(real.settings.partition) == dataclasses.asdict(described.settings.partition)
+
+
+def test_an_abstract_state_does_not_train():
+    state, batch = abstract()
+    with pytest.raises(ValueError, match=r"abstract=True.*pj\.inspect"):
+        pj.monitored_train_step(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"programs": ("off",)}, "programs must be"), ({"by": "probe"}, "by must be"), ({"programs": "full"}, "programs")],
+)
+def test_wrong_arguments_are_named(settings, message):
+    state, batch = abstract()
+    with pytest.raises(ValueError, match=message):
+        pj.inspect(state, batch, **settings)
+
+
+def test_a_state_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match=r"pj\.TrainState"):
+        pj.inspect({}, {})
+
+
+def test_a_topology_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="v5e:16x16"):
+        pj.topology("h100")
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_bytes_agree_with_xla_where_there_is_no_loop(scale):
+    def f(x, w):
+        return jnp.tanh(x @ w).sum(axis=0), (x * 2.0).T
+
+    shapes = jax.ShapeDtypeStruct((64 * scale, 128), jnp.float32), jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    compiled = jax.jit(f).lower(*shapes).compile()
+    assert bytes_accessed(parse(compiled.as_text())) == pytest.approx(
+        compiled.cost_analysis()["bytes accessed"], rel=0.15
+    )
+
+
+def test_bytes_of_a_scan_grow_with_its_length():
+    def f(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    def cost(layers):
+        shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((layers, 64, 64), jnp.float32)
+        return bytes_accessed(parse(jax.jit(f).lower(*shapes).compile().as_text()))
+
+    assert cost(16) / cost(4) == pytest.approx(4.0, rel=0.1)
+
+
+def test_collectives_in_a_compiled_loop_are_seen():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+
+    def f(x):
+        return jax.lax.fori_loop(0, 5, lambda i, x: jnp.tanh(jax.lax.psum(x, "data")), x)
+
+    run = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False))
+    text = run.lower(jax.ShapeDtypeStruct((4,), jnp.float32)).compile().as_text()
+    (found,) = collectives(parse(text))
+    assert (found.op, found.looped, found.times) == ("all-reduce", True, 5)

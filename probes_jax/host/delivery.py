@@ -9,7 +9,7 @@ from collections.abc import Callable
 from probes_jax.host.backlog import Ticket
 from probes_jax.host.health import Complaint, SinkHealth, log
 from probes_jax.host.queue import ReadingsQueue
-from probes_jax.host.sink import Sink
+from probes_jax.host.sink import BesideNotSaved, Sink
 from probes_jax.spec.readings import Readings
 
 _ATTEMPTS = 3  # per reading; then the next one gets its chance
@@ -22,7 +22,8 @@ class Delivery:
     """Feeds one sink from its own daemon thread, through a bounded queue.
 
     A call that raises is counted, logged (one line a minute) and repeated with growing waits; a reading that failed
-    three times is given up. While the sink fails or hangs, its queue sheds the less important values first.
+    three times is given up. While the sink fails or hangs, its queue sheds the less important values first. A flush
+    that saved the readings and nothing else (`BesideNotSaved`) is repeated when the next is due, and holds up nothing.
 
     Args:
         name: Name of the sink in health, logs and the thread's name.
@@ -130,7 +131,7 @@ class Delivery:
                 self._turn()
             self.cpu_seconds = self._cpu()
         self._flush()
-        if self._flush_at is not None:
+        if self._unsaved:
             self._own_up()
         self._answer(force=True)
         if self._sink is not None:
@@ -200,13 +201,18 @@ class Delivery:
         self._called_at = self._monotonic()
         try:
             action()
+        except BesideNotSaved as error:
+            self._count(error)
+            self._unsaved, self._flush_at = 0, self._monotonic() + self._flush_every
+            self._errors_in_row, self._retry_at = 0, float("-inf")
+            self._complaint.say(f"sink {self.name!r}: {error}; {self._failed} failed calls so far, tried again")
+            return False
         except BaseException as error:  # whatever a foreign writer throws: this thread must go on
-            self._failed += 1
+            self._count(error)
             self._errors_in_row += 1
             first, longest = self._backoff
             self._retry_at = self._monotonic() + min(longest, first * 2.0 ** min(self._errors_in_row - 1, 30))
             self._flush_at = self._retry_at if self._flush_at is not None else None
-            self._last_error = f"{type(error).__name__}: {error}"
             self._complaint.say(
                 f"sink {self.name!r} failed ({self._last_error}); training goes on, "
                 f"{self._failed} failed calls so far, next try in {self._retry_at - self._monotonic():.1f} s"
@@ -217,3 +223,7 @@ class Delivery:
         self._errors_in_row = 0
         self._retry_at = float("-inf")
         return True
+
+    def _count(self, error: BaseException) -> None:
+        self._failed += 1
+        self._last_error = f"{type(error).__name__}: {error}"

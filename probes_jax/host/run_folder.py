@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ def is_still_at(path: str | os.PathLike[str], descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def runs_in(path: str) -> list[str]:
+    """Folders of runs in a local folder, or in the folders in it, sorted."""
+    signs = [f"{deep}/{name}" for deep in ("*", "*/*") for name in ("entries/run.json", "flight/process_0.bin")]
+    return sorted({str(sign.parents[1]) for pattern in signs for sign in pathlib.Path(path).glob(pattern)})
 
 
 def number_key(number: int, digits: int = 6) -> str:

@@ -15,7 +15,7 @@ from probes_jax.host.damage import Damage
 from probes_jax.host.flights import find_lacking, flight_tail
 from probes_jax.host.outlets import flight_path
 from probes_jax.host.read_flight import FlightStep, last_flight_step, read_flight
-from probes_jax.host.run_folder import FORMAT, RunFolder, is_url
+from probes_jax.host.run_folder import FORMAT, RunFolder, is_url, runs_in
 from probes_jax.host.series_block import absent, decode
 from probes_jax.host.store import SeriesArrays, Store
 from probes_jax.spec.coverage import Coverage
@@ -23,6 +23,7 @@ from probes_jax.spec.derive import derive
 
 _T = TypeVar("_T")
 _PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
+_MOST = 20  # runs that are listed where a folder holds more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,11 @@ def _candidates(names: tuple[str, ...], worst: str) -> dict[str, str]:
 
 
 def _hint(path: str, context: Any) -> str:
-    """What to open instead, where `path` is a part of a run; else empty."""
+    """What to open instead, where `path` is a part of a run or holds some; else empty."""
+    inside = [] if is_url(path) else runs_in(path)
+    if inside:
+        more = f" and {len(inside) - _MOST} more" if len(inside) > _MOST else ""
+        return f"it holds runs: open {', '.join(map(repr, inside[:_MOST]))}{more}"
     parent, _, name = (path if is_url(path) else os.path.abspath(path)).rstrip("/").rpartition("/")
     if name not in _PARTS:
         return ""
@@ -170,7 +175,7 @@ class Run:
         """
         out = []
         attempts = {attempt.key: attempt for attempt in self._attempts()}
-        for key in self._store.keys("entries/events/"):
+        for key in self._keys("entries/events/", "all events"):
             event, attempt = self._entry(key, "an event"), attempts.get(key.split("/")[2])
             if event is not None:
                 superseded = attempt is not None and attempt.superseded(event["step"])
@@ -182,7 +187,7 @@ class Run:
         every program of every attempt, in order. Empty for a run that holds none.
         """
         out, what = [], "what of a program was seen"
-        for key in self._store.keys("entries/coverage/"):
+        for key in self._keys("entries/coverage/", what):
             entry = self._entry(key, what)
             if entry is None:
                 continue
@@ -253,7 +258,7 @@ class Run:
         """Attempts in order; one ends where the earliest step of any later one begins."""
         out: list[_Attempt] = []
         end: int | None = None
-        for key in reversed(self._store.keys("entries/attempts/")):
+        for key in reversed(self._keys("entries/attempts/", "all attempts")):
             if not _stem(key).isdecimal():
                 continue  # somebody's own file
             entry = self._entry(key, "the plan and the first step of an attempt") or {}
@@ -263,10 +268,18 @@ class Run:
         return out[::-1]
 
     def _all_series(self) -> list[_Series]:
-        keys = self._store.keys("entries/series/")
+        keys = self._keys("entries/series/", "all series")
         read = [(key.split("/")[2], self._entry(key, "a series")) for key in keys]
         known = [field.name for field in dataclasses.fields(_Series)[1:]]
         return [_Series(attempt, *(entry[name] for name in known)) for attempt, entry in read if entry is not None]
+
+    def _keys(self, prefix: str, what: str) -> list[str]:
+        """Keys of entries, sorted; none, and a note, where a file stands in the folder's place."""
+        try:
+            return self._store.keys(prefix)
+        except ValueError as error:  # tensorstore's, for everything
+            self._damage.note(prefix, what, error)
+            return []
 
     def _entry(self, key: str, what: str) -> dict[str, Any] | None:
         """A JSON entry that is there; None, and a note, if it is damaged."""

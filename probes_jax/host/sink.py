@@ -10,6 +10,10 @@ from probes_jax.spec.layout import Layout
 from probes_jax.spec.readings import Readings
 
 
+class BesideNotSaved(OSError):
+    """A flush saved every reading, but not all that goes with them: the next flush tries that again."""
+
+
 @runtime_checkable
 class Sink(Protocol):
     """Takes the readings of every recorded step, in order.
@@ -23,7 +27,12 @@ class Sink(Protocol):
         ...
 
     def flush(self) -> None:
-        """Makes everything taken so far readable by others and safe from the death of this process."""
+        """Makes everything taken so far readable by others and safe from the death of this process.
+
+        Raises:
+            BesideNotSaved: All readings are.
+            Exception: Some are not.
+        """
         ...
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from probes_jax.host.happenings import ATTEMPT, Happenings, counter_columns
 from probes_jax.host.health import log
 from probes_jax.host.run_folder import FORMAT, check_folder, is_url, number_key
 from probes_jax.host.series_block import NO_STEP, Block, block_rows, encode
+from probes_jax.host.sink import BesideNotSaved
 from probes_jax.host.store import SeriesArrays, Store
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.coverage import Coverage
@@ -57,8 +58,9 @@ class StoreSink:
     """A sink that keeps every metric of every step.
 
     Rows wait in memory until a block is full, `seconds` have passed or `flush` is called. A write that fails is not
-    taken and may be tried again; rows that could not be saved stay, one block at most, and are saved later. Nothing
-    is created before the first write.
+    taken and may be tried again; rows that could not be saved stay, one block at most, and are saved later. What goes
+    with them (events, coverage) is saved by `flush` and never keeps a row out. Nothing is created before the first
+    write.
 
     A session of a run is an *attempt*; steps that go back (a rollback) start the next attempt. Nothing is ever
     overwritten: readers let the last attempt win. When somebody deletes or moves the folder, the next flush raises
@@ -141,11 +143,10 @@ class StoreSink:
         with self._lock:
             series = self._find(readings)
             if readings.step < series.last_step:  # the run went back
-                self.flush()
-                self._begin()
+                self._leave()
                 series = self._find(readings)
             if series.block.full or self._clock() - self._flushed >= self._seconds:
-                self.flush()
+                self._save_rows()
             if series.block.full:
                 series.block.advance()
             row = encode(readings.values, readings.present, series.exact)
@@ -171,20 +172,38 @@ class StoreSink:
         """Saves all rows: readers see them, and they survive the death of the machine.
 
         Raises:
-            Exception: Some could not be saved; they are kept for the next flush.
+            BesideNotSaved: All rows are saved, and an event or the coverage is not; it is kept for the next flush.
+            Exception: Some rows could not be saved; they are kept for the next flush.
         """
         with self._lock:
-            self._flushed = self._clock()
-            self._check_there()
-            for key, series in self._series.items():
-                if series.block.waiting:
-                    self._save(key, series)
-            self._save_happenings()
-            self._save_coverage()
+            self._save_rows()
+            errors = []
+            for save in (self._save_happenings, self._save_coverage):
+                try:
+                    save()
+                except Exception as error:
+                    errors.append(error)
+            if errors:
+                raise BesideNotSaved(f"rows are saved, but not what goes with them ({errors[0]})") from errors[0]
 
     def close(self) -> None:
         """Flushes."""
         self.flush()
+
+    def _leave(self) -> None:
+        """Ends the attempt. What goes with its rows and cannot be saved is given up, and said."""
+        try:
+            self.flush()
+        except BesideNotSaved as error:
+            log.warning("attempt %s in %s ends: %s", self._attempt, self._root, error)
+        self._begin()
+
+    def _save_rows(self) -> None:
+        self._flushed = self._clock()
+        self._check_there()
+        for key, series in self._series.items():
+            if series.block.waiting:
+                self._save(key, series)
 
     def _check_there(self) -> None:
         """Looks for what was written: tensorstore itself would make the missing folders again, and say nothing."""

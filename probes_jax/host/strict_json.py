@@ -36,7 +36,11 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: dict[str, Any]) -> Any:
-    return _NAMES[value[_FLOAT]] if value.keys() == {_FLOAT} else value
+    if value.keys() != {_FLOAT}:
+        return value
+    if value[_FLOAT] not in _NAMES:
+        raise ValueError(f"not strict JSON: no float is called {value[_FLOAT]!r}")
+    return _NAMES[value[_FLOAT]]
 
 
 def dumps(value: Any) -> bytes:
@@ -64,4 +68,7 @@ def loads(data: bytes) -> Any:
     >>> loads(b'{"loss": {"$float": "NaN"}}')
     {'loss': nan}
     """
-    return json.loads(data, object_hook=_decode, parse_constant=_refuse)
+    try:
+        return json.loads(data, object_hook=_decode, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("not strict JSON: nested too deeply") from None

@@ -15,8 +15,8 @@ Key = tuple[Path, str, str]  # module path, class, method
 Returned = tuple[Path, str, Record]  # module path, `Visit.place`, what was measured there
 
 LOST = (
-    "the value did not come back from a transform around the module; call the module outside of it, or use Flax's own "
-    "lifted transform (nn.scan, nn.remat, nnx.remat)"
+    "the value did not come back from {0}; call the module outside of it, or use Flax's own lifted transform (nn.scan, "
+    "nn.remat, nnx.remat)"
 )
 NEVER_CALLED = (
     "never called: the loss reads the module's parameters without calling it, or does not use it at all; call the "
@@ -98,7 +98,8 @@ def settle(
             )
             result.seen.append(point)
             if summary is None:
-                result.missing[point] = visit.reason or LOST
+                around = " and ".join(visit.through) or "a transform around the module"
+                result.missing[point] = visit.reason or LOST.format(around)
             else:
                 result.points[point] = summary
         calls[key] += 1

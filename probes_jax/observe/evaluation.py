@@ -23,8 +23,8 @@ from probes_jax.observe.record import Record, is_record
 
 LOSS = "loss_fn"  # where points outside of the model are: their path, and `Visit.place`
 OUTSIDE = (
-    "the model is called inside a JAX transform in loss_fn that does not bring it out; apply jax.vmap, jax.checkpoint "
-    "or jax.lax.scan in loss_fn itself, call the model outside of it, or put the transform in the model"
+    "the model is called inside {0} in loss_fn, which does not bring out what is observed; apply jax.vmap, "
+    "jax.checkpoint or jax.lax.scan in loss_fn itself, call the model outside of {0}, or put it in the model"
 )
 
 

@@ -43,8 +43,9 @@ class RateProbe:
 
         Takes and says what `read_each` does.
         """
-        rates = list(self.read_each(before, after).values())
-        return Rate(jnp.max(jnp.stack([r.value for r in rates])), jnp.any(jnp.stack([r.fresh for r in rates])))
+        values, fresh = map(jnp.stack, zip(*self.read_each(before, after).values()))
+        used = fresh | ~jnp.any(fresh)  # a group that waits for its update does not count
+        return Rate(jnp.max(jnp.where(used, values, -jnp.inf)), jnp.any(fresh))
 
     def read_each(self, before: Any, after: Any) -> dict[str, Rate]:
         """Each rate used by the update that led from one state to the next. Works under `jit`, `scan` and `vmap`.

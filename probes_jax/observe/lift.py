@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from jax.extend.core import get_opaque_trace_state
 
 from probes_jax.observe.census import Visit
+from probes_jax.observe.hiding import hiding
 
 
 @dataclasses.dataclass
@@ -39,6 +40,11 @@ class Level:
     def is_current(self) -> bool:
         """Whether this is the trace that is running: a value made now may be kept here."""
         return get_opaque_trace_state(convention="flax") == self.trace
+
+    @property
+    def hiding(self) -> str:
+        """The transform between this trace and the one that is running, as a message names it."""
+        return hiding(self.trace)
 
     @property
     def next_slots(self) -> Any:

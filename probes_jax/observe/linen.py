@@ -20,6 +20,7 @@ from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
 from probes_jax.observe.census import Returned, settle
 from probes_jax.observe.evaluation import OUTSIDE, Evaluation, Run, runs_in
+from probes_jax.observe.hiding import hiding
 from probes_jax.observe.linen_lift import FORWARD_ONLY
 from probes_jax.observe.linen_places import path_of, records_in
 from probes_jax.observe.linen_recorder import FLAG, NO_BACKWARD, LinenRecorder
@@ -196,7 +197,7 @@ class LinenBound(Bound):
         )
         variables = self._variables()
         if recorder is not None:
-            recorder.visits, recorder.blocked = [], None if level.is_current else OUTSIDE
+            recorder.visits, recorder.blocked = [], None if level.is_current else OUTSIDE.format(level.hiding)
             if isinstance(slots := level.next_slots, Run) and level.is_current:
                 variables = {**variables, recorder.slots: slots.records}
         output, mutated = apply(variables, *args, rngs=self._streams(options.get("rngs")), **kwargs)
@@ -286,9 +287,9 @@ class _Initializing(LinenBound):
     def _mutable(self, wanted: Any, recorder: LinenRecorder | None, within: bool) -> Any:
         if not within and not self.made:
             raise CalledInTransform(
-                "the model is first called inside a JAX transform in loss_fn, where its variables cannot be made; call "
-                "it outside of the transform, put the transform in the model (nn.remat, nn.vmap), or pass all of them: "
-                "variables={'params': ..., ...}"
+                f"the model is first called inside {hiding(self._trace)} in loss_fn, where its variables cannot be "
+                "made; call it outside of that, put the transform in the model (nn.remat, nn.vmap), or pass all of "
+                "them: variables={'params': ..., ...}"
             )
         return union_filters(wanted, DenyList(NOT_STATE))
 

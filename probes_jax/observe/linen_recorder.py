@@ -15,6 +15,7 @@ from flax.core import tracers
 from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
+from probes_jax.observe.hiding import hiding
 from probes_jax.observe.lift import carried_by, not_carried
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
@@ -25,8 +26,8 @@ from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
 RAW = (
-    "inside a JAX transform that Flax does not know (jax.checkpoint, jax.vmap, jax.lax.scan, jax.shard_map); use "
-    "nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes out of the transform"
+    "inside {0}, which Flax does not know of; use nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes "
+    "out of {0}"
 )
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
@@ -252,7 +253,7 @@ class LinenRecorder:
         if not owner.scope.is_mutable_collection(self.collection):
             return NOT_CARRIED
         if owner.scope.trace_level != tracers.current_trace():
-            return RAW
+            return RAW.format(hiding(owner.scope.trace_level))
         return None
 
     def _is_repeated(self, visit: Visit) -> bool:

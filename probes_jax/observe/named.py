@@ -18,8 +18,8 @@ from probes_jax.stats.summary import Summary
 
 CLASS = "observe"  # stands for the class of the module in the identity of such a point
 OUTSIDE = (
-    "inside a JAX transform in loss_fn that does not bring it out; apply jax.vmap, jax.checkpoint or jax.lax.scan in "
-    "loss_fn itself, or observe the value where it comes out of the transform"
+    "inside {0} in loss_fn, which does not bring it out; apply jax.vmap, jax.checkpoint or jax.lax.scan in loss_fn "
+    "itself, or observe the value where it comes out of {0}"
 )
 
 
@@ -93,7 +93,7 @@ class LossObserver:
         visit = Visit((LOSS, *path), CLASS, "__call__", shapes_of(leaves), place=LOSS)
         level = self._evaluation.level
         if not level.is_current:
-            self._evaluation.keep(None, [dataclasses.replace(visit, reason=OUTSIDE)])
+            self._evaluation.keep(None, [dataclasses.replace(visit, reason=OUTSIDE.format(level.hiding))])
             return value
         record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, CLASS, "__call__")
         slots = level.next_slots

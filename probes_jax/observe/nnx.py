@@ -195,7 +195,7 @@ class NNXBound(Bound):
                 return output
             recorder.forget(start)
             saved.restore()
-        recorder.blocked = OUTSIDE
+        recorder.blocked = OUTSIDE.format(recorder.evaluation.level.hiding)
         try:
             with recorder.recording(self._module, NO_MARKS):
                 return reach(self._module)(*args, **kwargs)

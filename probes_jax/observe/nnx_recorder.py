@@ -38,9 +38,8 @@ from probes_jax.observe.roles import takes_input
 _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
 
 CLOSED_OVER = (
-    "inside a JAX transform that does not hand the module's variables back; make a loop a jax.lax.scan, apply "
-    "jax.checkpoint or jax.vmap in the model's own call, pass the module to nnx.jit instead of closing over it, or "
-    "move it out of the transform"
+    "inside {0}, which does not hand the module's variables back; make a loop a jax.lax.scan, apply jax.checkpoint or "
+    "jax.vmap in the model's own call, pass the module to nnx.jit instead of closing over it, or move it out of {0}"
 )
 
 _numbers = itertools.count()
@@ -206,7 +205,7 @@ class NNXRecorder:
         level, path = self.levels[-1], visit.path[: len(visit.path) - len(below)]
         here = level.is_current
         reason = self.blocked or (None if here else self._reason(path, module))
-        through = level.through if here else (*level.through, "transform")
+        through = level.through if here else (*level.through, level.hiding)
         visit = dataclasses.replace(visit, reason=reason, through=through, place=_LEVEL if here and not reason else "")
         if here or not self._is_traced_again(visit):
             level.visits.append(visit)
@@ -235,7 +234,9 @@ class NNXRecorder:
         slot = slot_of(module)
         if slot is None and path not in self._marks.refused:
             self.without[path] = _part(path, self._owner().path)
-        return None if slot is not None and is_open(slot) else self._marks.refused.get(path, CLOSED_OVER)
+        if slot is not None and is_open(slot):
+            return None
+        return self._marks.refused.get(path) or CLOSED_OVER.format(self.levels[-1].hiding)
 
     def _path(self, module: Any) -> Path:
         path = path_of(module, self._token)

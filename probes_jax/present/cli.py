@@ -175,6 +175,7 @@ def _coverage(chosen: argparse.Namespace) -> int:
         print(coverage.as_json(found))
     elif chosen.markdown:
         sys.stdout.write(coverage.as_markdown(found.coverage))
+        print("\n".join(found.notes), end="\n" if found.notes else "", file=sys.stderr)
     else:
         coverage.print_coverage(found)
     return 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from probes_jax.host.damage import DamagedRun
 from probes_jax.spec.coverage import HEADINGS, LIGHT_ONLY, Coverage, missing_lines
 
 if TYPE_CHECKING:
@@ -19,6 +21,10 @@ class Covered(Protocol):
 
     def coverage(self) -> list[dict[str, Any]]:
         """See `probes_jax.host.run_reader.Run.coverage`."""
+        ...
+
+    def damaged(self) -> list[str]:
+        """See `probes_jax.host.run_reader.Run.damaged`."""
         ...
 
 
@@ -54,11 +60,15 @@ def find_coverage(run: Covered) -> RunCoverage:
     Raises:
         ValueError: The run does not say.
     """
-    entries = run.coverage()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedRun)  # they are among the notes
+        entries = run.coverage()
+    damaged = [text for text in run.damaged() if text.startswith("entries/coverage/")]
     if not entries:
         raise ValueError(
-            "the run does not say what was seen of it: it was recorded without a table of points, or ended before the "
-            "store was first flushed; print(report.coverage) in the loop shows the same"
+            "; ".join(damaged)
+            or "the run does not say what was seen of it: it was recorded without a table of points, or ended before "
+            "the store was first flushed; print(report.coverage) in the loop shows the same"
         )
     scanned = [entry for entry in entries if entry["coverage"].points]
     attempt = (scanned or entries)[-1]["attempt"]
@@ -66,7 +76,8 @@ def find_coverage(run: Covered) -> RunCoverage:
     points = scanned[-1]["coverage"].points if scanned else ()
     missing = {item: None for entry in here for item in entry["coverage"].missing}
     programs = tuple(dict.fromkeys(entry["program"] for entry in here))
-    return RunCoverage(attempt, programs, Coverage(points, tuple(missing)), tuple(_notes(entries, scanned, attempt)))
+    notes = [*damaged, *(_notes(entries, scanned, attempt) if scanned or not damaged else ())]
+    return RunCoverage(attempt, programs, Coverage(points, tuple(missing)), tuple(notes))
 
 
 def _notes(entries: Sequence[dict[str, Any]], scanned: Sequence[dict[str, Any]], attempt: int) -> list[str]:

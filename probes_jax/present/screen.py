@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from probes_jax.host.damage import DamagedRun
 from probes_jax.present.first_screen import first_screen
+from probes_jax.present.reasons import find_reasons
+from probes_jax.present.score import find_plan
 from probes_jax.present.state import History
 from probes_jax.present.table import make_console, signals_table
 from probes_jax.present.unusual import find_unusual
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_screen(run: History, console: Console | None = None, name: str = "RUN") -> None:
-    """Prints the table of the signals and the list of what was unusual.
+    """Prints the table of the signals, why some have no data where the run knows, and the list of what was unusual.
 
     After a killed job the flight record may go on past the last step of the table: then a line says so. What of the
     run is damaged is named at the end, and the rest is shown.
@@ -36,19 +39,24 @@ def print_screen(run: History, console: Console | None = None, name: str = "RUN"
 
 
 def _print(run: History, console: Console, name: str) -> None:
-    signals = first_screen(run)
+    plan = find_plan(run.manifest())
+    signals = first_screen(run, plan)
     last = max((signal.step for signal in signals if signal.step is not None), default=None)
     console.print(signals_table(signals, title="First screen" if last is None else f"First screen, step {last:,}"))
     flown = run.flight_step()
     if flown is not None and (last is None or flown > last):
         line = f'The flight record goes on to step {flown:,}: read it with probes_jax.open_run("{name}").flight()'
         console.print(line, markup=False, soft_wrap=True)
-    found = find_unusual(run)
-    console.print()
-    console.print("What was unusual:" if found else "What was unusual: nothing")
-    for item in found:
-        console.print(f"  - {item}", markup=False)
-    if run.damaged():
-        console.print("\nCould not be read:")
-    for text in run.damaged():
-        console.print(f"  - {text}", markup=False, soft_wrap=True)
+    _section(console, "Without data", find_reasons(run, signals, plan))
+    found = find_unusual(run, plan)
+    if not found:
+        console.print("\nWhat was unusual: nothing")
+    _section(console, "What was unusual", found)
+    _section(console, "Could not be read", run.damaged(), soft_wrap=True)
+
+
+def _section(console: Console, heading: str, lines: Sequence[object], **options: Any) -> None:
+    if lines:
+        console.print(f"\n{heading}:")
+    for line in lines:
+        console.print(f"  - {line}", markup=False, **options)

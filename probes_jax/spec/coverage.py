@@ -133,11 +133,14 @@ class Coverage:
         Raises:
             KeyError, TypeError: It is not what `to_json` made.
         """
-        known = [field.name for field in dataclasses.fields(SeenPoint)]
+        known = dataclasses.fields(SeenPoint)
         points = tuple(
-            SeenPoint(**{name: _frozen(point[name]) for name in known if name in point}) for point in data["points"]
+            SeenPoint(**{f.name: _as(str(f.type), f.name, point[f.name]) for f in known if f.name in point})
+            for point in data["points"]
         )
-        return cls(points, tuple((item["name"], item["reason"]) for item in data["missing"]))
+        words = ("name", "reason")
+        missing = tuple(tuple(_as("str", word, item[word]) for word in words) for item in data["missing"])
+        return cls(points, missing)
 
 
 def missing_lines(missing: Iterable[tuple[str, str]], most: int | None = _MOST) -> list[str]:
@@ -181,5 +184,10 @@ def _html_row(tag: str, cells: Iterable[str]) -> str:
     return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _as(kind: str, name: str, value: Any) -> Any:
+    """A value, perhaps from JSON, as the `kind` that it had before: `str`, `tuple[int, ...]`."""
+    item = kind.removeprefix("tuple[").removesuffix(", ...]")
+    many = isinstance(value, list | tuple)
+    if many != (item != kind) or any(type(one).__name__ != item for one in (value if many else [value])):
+        raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
+    return tuple(value) if many else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,31 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(jnp.shape(value))
 
 
+def check_loss_fn(loss_fn: Any) -> None:
+    """Refuses what cannot be called as `loss_fn(model, batch, rngs)`, without calling it.
+
+    Raises:
+        TypeError: With what to write.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function (model, batch, rngs) -> pj.Loss, got {loss_fn!r}")
+    refused = ""
+    for follow in (True, False):  # a decorator may take what its function does not
+        try:
+            signature = inspect.signature(loss_fn, follow_wrapped=follow)
+        except ValueError:  # what is not written in Python need not have one
+            return
+        try:
+            signature.bind(*("model", "batch", "rngs"))
+            return
+        except TypeError as error:
+            refused = refused or f"{getattr(loss_fn, '__name__', 'it')}{signature} does not ({error})"
+    raise TypeError(
+        f"loss_fn must take three arguments, loss_fn(model, batch, rngs), and {refused}; write def loss_fn(model, "
+        "batch, rngs), also where rngs is not used, and fill in others with functools.partial"
+    )
+
+
 def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
     """Checks and broadcasts what the loss function returned.
 
@@ -68,8 +94,11 @@ def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
     if not isinstance(loss, Loss):
         if not hasattr(loss, "dtype") or _shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             found = f"{type(loss).__name__} of shape {_shape(loss)}" if hasattr(loss, "dtype") else type(loss).__name__
+            if loss is None:
+                found = "None (it ends without a return)"
             raise TypeError(
-                f"loss_fn must return pj.Loss or a float scalar, got {found}; return pj.Loss(nll=..., mask=...)"
+                f"loss_fn must return pj.Loss or a float scalar, got {found}; return pj.Loss(nll=..., mask=...), with "
+                "what is to be handed back as aux="
             )
         return Tokens(loss, None, None, None, {}, None)
     nll = _array("nll", loss.nll)
@@ -146,5 +175,9 @@ def find_logits(tokens: Tokens, outputs: list[Any]) -> tuple[jax.Array | None, s
     widest = max(x.shape[-1] for x in leaves)
     found = [x for x in leaves if x.shape[-1] == widest]
     if len(found) > 1:
-        return None, f"{len(found)} model outputs have the largest last axis ({widest}); pass Loss(logits=...)"
+        calls = f" in {len(outputs)} calls" if len(outputs) > 1 else ""
+        return None, (
+            f"{len(found)} outputs of the model{calls} have the largest last axis ({widest}), so which are the logits "
+            "is not known; say so: pj.Loss(logits=...)"
+        )
     return found[0], ""

@@ -32,7 +32,7 @@ LEFT_OUT = "left out by Plan without"
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients"),
-    meta_fields=("names", "gradient_names"),
+    meta_fields=("names", "gradient_names", "seen", "missing"),
 )
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -48,6 +48,8 @@ class Part:
         names: The point behind each of `points` (static).
         raw: Everything observed, as `Evaluation` keeps it: the structure of the slots of taps.
         gradients: Summaries of the backward gradients, and `gradient_names` the point behind each (static).
+        seen: Every point of the trace, and `missing` (name, reason) of what does not report (static). Filled in for a
+            loop of the user's, which hands nothing else from the forward pass to `Monitor.measure`.
     """
 
     weight: jax.Array
@@ -60,6 +62,8 @@ class Part:
     raw: Any = ()
     gradients: tuple[Summary, ...] = ()
     gradient_names: tuple[Point, ...] = ()
+    seen: tuple[Point, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
 
     def merge(self, later: Part) -> Part:
         """Both parts together; the state is the later one's."""

@@ -17,6 +17,7 @@ from probes_jax.stats.manual import add_up
 from probes_jax.step.accumulate import accumulate, check_batch
 from probes_jax.step.alike import check_alike, setting_facts, shape_facts
 from probes_jax.step.create import describe
+from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.manual import check_place, check_shards, of_all_devices
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
@@ -72,7 +73,7 @@ class Monitor:
 
         Args:
             tx: The optimizer.
-            params: Trained parameters, nested dict (linen: `variables["params"]`).
+            params: Trained parameters, any pytree (linen: `variables["params"]`, nnx: `nnx.state(model, nnx.Param)`).
             plan: What is measured.
             model: The linen or nnx module, unedited. Needed, with `loss_fn` and `batch`, for `loss` only.
             loss_fn: `loss_fn(model, batch, rngs)` returning `pj.Loss` or a float scalar.
@@ -84,6 +85,8 @@ class Monitor:
         axis_names = check.names("axis_names", axis_names)
         if (model is None) != (loss_fn is None) or (model is None) != (batch is None):
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
+        if model is not None:
+            check_loss_fn(loss_fn)
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)
@@ -114,11 +117,12 @@ class Monitor:
         Raises:
             ValueError: The monitor was made without a model.
         """
-        objective = self._objective(scan)
-        total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, Notes())
+        objective, notes = self._objective(scan), Notes()
+        total, weight, part = objective(params, {} if model_state is None else model_state, batch, key, notes)
         axes = self.settings.partition.apart(total, weight)
         weight = add_up(weight, axes)
-        return add_up(jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0), axes), part
+        loss = jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1.0), 0.0)
+        return add_up(loss, axes), _noted(part, notes)
 
     def value_and_grad(
         self,
@@ -148,12 +152,13 @@ class Monitor:
         """
         state = {} if model_state is None else model_state
         check_batch(batch, microbatches)
-        objective = self._objective(scan)
+        objective, notes = self._objective(scan), Notes()
         loss, gradients, part = accumulate(
-            objective, params, lambda params: params, state, batch, key, None, microbatches, Notes()
+            objective, params, lambda params: params, state, batch, key, None, microbatches, notes
         )
         partition, infos = self.settings.partition, self.settings.infos
-        return (add_up(loss, partition.apart(loss)), part), of_all_devices(gradients, partition.apart(), infos)
+        loss = add_up(loss, partition.apart(loss))
+        return (loss, _noted(part, notes)), of_all_devices(gradients, partition.apart(), infos)
 
     def _objective(self, scan: bool) -> Objective:
         check_place(self.settings.partition.manual)
@@ -193,7 +198,7 @@ class Monitor:
 
         def run(program: str) -> tuple[MonitorState, Report]:
             items = measure_before(self.settings, program, part, gradients)
-            notes = Notes(part.names, missing=dict(self.settings.missing))
+            notes = Notes(part.seen, missing={**self.settings.missing, **dict(part.missing)})
             if part.points and not part.gradients and self.settings.plan.backward:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
             return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)
@@ -213,6 +218,10 @@ class Monitor:
 
         state, buffer = jax.lax.cond(step % self.settings.plan.scan_every == 0, full, light)
         return dataclasses.replace(self, state=state), dataclasses.replace(shape, buffer=buffer, aux=part.aux)
+
+
+def _noted(part: Part, notes: Notes) -> Part:
+    return dataclasses.replace(part, seen=notes.seen, missing=tuple(notes.missing.items()))
 
 
 def _part_of_scalar(loss: jax.Array, axes: tuple[str, ...]) -> Part:

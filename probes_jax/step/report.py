@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from typing import Any
 
@@ -12,6 +13,34 @@ import numpy as np
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
 from probes_jax.spec.readings import Readings, decoder_of
+
+
+class Scalars(dict[str, Any]):
+    """A dict whose error for a name that it does not have says which it has. A copy or a pickle of it is a plain dict.
+
+    >>> Scalars({"loss/mean": 2.0})["loss"]
+    Traceback (most recent call last):
+    KeyError: "nothing was measured as 'loss' on this step; did you mean 'loss/mean'?"
+    """
+
+    def __missing__(self, name: Any) -> Any:
+        below = [known for known in self if known.startswith(f"{name}/")]
+        near = [*sorted(below, key=len)[:3], *difflib.get_close_matches(str(name), self, 3)]
+        meant = ", ".join(map(repr, dict.fromkeys(near))) if near else "one of list(report.scalars())"
+        raise KeyError(f"nothing was measured as {name!r} on this step; did you mean {meant}?")
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Scalars,  # as a dict is: by the keys in their order, with the values below them
+    lambda scalars: (
+        [(jax.tree_util.DictKey(name), scalars[name]) for name in sorted(scalars)],
+        tuple(sorted(scalars)),
+    ),
+    lambda names, values: Scalars(zip(names, values)),
+)
 
 
 @functools.partial(
@@ -53,7 +82,7 @@ class Report:
         """
         steps = self.readings()
         if np.ndim(self.buffer) == 1:
-            return steps[0].scalars() if steps else {}
+            return Scalars(steps[0].scalars() if steps else {})
         dicts = [reading.scalars() for reading in steps]
         names = dict.fromkeys(name for found in dicts for name in found)
-        return {name: [found.get(name) for found in dicts] for name in names}
+        return Scalars({name: [found.get(name) for found in dicts] for name in names})

@@ -15,6 +15,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.step.accumulate import check_batch
 from probes_jax.step.alike import check_alike, setting_facts, shape_facts
 from probes_jax.step.create import describe, make_core
+from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.loss_scale import as_loss_scale
 from probes_jax.step.monitor import MonitorState
 from probes_jax.step.partition import find_mesh, find_partition
@@ -102,8 +103,7 @@ class TrainState:
                 "optimizer by optax.partition({label: optimizer}, labels), and models that are trained apart take a "
                 "loop with a pj.Monitor each"
             )
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function (model, batch, rngs) -> pj.Loss, got {loss_fn!r}")
+        check_loss_fn(loss_fn)
         check.flag("donate", donate)
         check.flag("abstract", abstract)
         microbatches = check.integer("microbatches", microbatches, 1)

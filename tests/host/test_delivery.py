@@ -7,6 +7,7 @@ import pytest
 from probes_jax.host.backlog import Ticket
 from probes_jax.host.delivery import Delivery
 from probes_jax.host.health import Complaint
+from probes_jax.host.sink import BesideNotSaved
 from probes_jax.spec.readings import Readings
 from tests.host.recorder_fakes import FailingSink, HangingSink, ListSink, wait_for
 
@@ -241,6 +242,26 @@ def test_what_the_last_flush_cannot_save_is_counted_as_dropped(caplog):
         _finish(delivery)
     assert (delivery.health.written, delivery.health.dropped) == (0, 5)
     assert "could not save its last 5 readings" in caplog.text
+
+
+def test_what_goes_with_the_readings_and_cannot_be_saved_holds_up_none_of_them(caplog):
+    class Beside(ListSink):
+        def flush(self):
+            super().flush()
+            raise BesideNotSaved("no table")
+
+    sink = Beside()
+    delivery = _delivery(sink, backoff=(60.0, 60.0))
+    delivery.start()
+    with caplog.at_level(logging.WARNING, logger="probes_jax"):
+        for step in range(3):
+            delivery.put(_readings(step))
+            assert wait_for(lambda wanted=sink.flushed + 1: sink.flushed > wanted)
+        _finish(delivery)
+    health = delivery.health
+    assert sink.steps == [0, 1, 2] and (health.written, health.dropped) == (3, 0)
+    assert health.failed >= sink.flushed - 1 and "no table" in health.last_error
+    assert len(caplog.records) == 1
 
 
 def test_a_sink_that_does_not_come_back_is_named_once_a_minute_and_its_readings_are_dropped_in_the_end(caplog):

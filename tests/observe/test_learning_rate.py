@@ -90,6 +90,19 @@ def test_several_rates_read_as_the_largest():
     assert found == {"": 2.0, "x": 0.5, "y": 2.0}
 
 
+def test_a_group_that_waits_for_its_update_is_not_the_largest():
+    """Its rate is an old one, or none yet."""
+    slow = optax.MultiSteps(chain(("lr", optax.scale(0.75))), 3)
+    tx = optax.multi_transform({"x": slow, "y": chain(("lr", optax.scale(0.5)))}, {"a": "x", "b": "y"})
+    state, found = tx.init(PARAMS), []
+    for _ in range(4):
+        _, after = tx.update(PARAMS, state, PARAMS)
+        rates = learning_rates(state, after)
+        found.append((float(rates[""].value), bool(rates[""].fresh), bool(rates["x"].fresh)))
+        state = after
+    assert found == [(0.5, True, False), (0.5, True, False), (0.75, True, True), (0.5, True, False)]
+
+
 def test_rates_without_a_label_are_numbered_and_no_label_breaks_a_name():
     def of(name):
         return {key: key == name for key in PARAMS}

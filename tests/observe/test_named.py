@@ -139,7 +139,7 @@ def test_in_the_loss_function(microbatches):
     for statistic in ("act/{}/mean_square", "grad_act/{}/rms"):
         z, inside = (found[statistic.format(f"loss_fn/{name}")] for name in ("z", "inside"))
         assert inside == pytest.approx(z, rel=1e-6)
-    assert dict(report.coverage.missing)["loss_fn/hidden"].startswith("inside a JAX transform in loss_fn")
+    assert dict(report.coverage.missing)["loss_fn/hidden"].startswith("inside jax.jit in loss_fn")
     _, light = pj.monitored_train_step(after, make_batch())
     assert not [name for name in light.scalars() if name.startswith("act/")]
     assert np.isfinite(light.scalars()["loss/mean"])

@@ -50,7 +50,7 @@ def test_each_part_of_a_model_has_the_marks_that_it_takes():
     assert set(binding.marks.slots) == {("layers", "inner"), ("jitted",), ("lost",)}
     through = {point.name: point.through for point in observed.captured.seen}
     assert through["layers[*]"] == ("jax.lax.scan",)
-    assert through["layers[*]/inner"] == ("jax.lax.scan", "transform")
+    assert through["layers[*]/inner"] == ("jax.lax.scan", "jax.checkpoint")
     assert through["output"] == ()
 
 

@@ -11,13 +11,21 @@ class FakeRun:
     """Series by name: `values`, or `(steps, values)`; None is absent."""
 
     def __init__(
-        self, series: dict[str, Any], manifest: dict | None = None, events=(), which=None, flight=None, lacking=None
+        self,
+        series: dict[str, Any],
+        manifest: dict | None = None,
+        events=(),
+        which=None,
+        flight=None,
+        coverage=(),
+        lacking=None,
     ) -> None:
         self._series = series
         self._manifest = manifest or {"attempts": [{"attempt": 1, "first_step": 0, "plan": None}]}
         self._events = list(events)
         self._which = which or {}
         self._flight = flight
+        self._coverage = list(coverage)
         self._lacking = lacking or {}
 
     def names(self) -> list[str]:
@@ -42,6 +50,9 @@ class FakeRun:
 
     def damaged(self) -> list[str]:
         return []
+
+    def coverage(self) -> list[dict]:
+        return self._coverage
 
     def flight_step(self) -> int | None:
         return self._flight

@@ -154,3 +154,22 @@ def test_a_reader_that_stops_early_is_no_error():
     command = f"{sys.executable} -m probes_jax metrics --markdown | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["coverage", "screen", "walk"])
+def test_a_folder_of_runs_lists_them(tmp_path, capsys, command):
+    for name in ("b", "a", "gan/generator"):
+        _record(tmp_path / name, [(1.0, 0.0)])
+    (tmp_path / "killed" / "flight").mkdir(parents=True)
+    (tmp_path / "killed" / "flight" / "process_0.bin").write_bytes(b"")
+    (tmp_path / "notes").mkdir()
+    assert main([command, str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    names = ("a", "b", "gan/generator", "killed")
+    assert f"it holds runs: open {', '.join(repr(str(tmp_path / name)) for name in names)})" in error
+    for number in range(30):
+        _record(tmp_path / f"run_{number}", [(1.0, 0.0)])
+    assert main([command, str(tmp_path)]) == 1
+    assert "and 14 more" in capsys.readouterr().err
+    assert main([command, str(tmp_path / "notes")]) == 1
+    assert "nothing was recorded there yet" in capsys.readouterr().err

@@ -33,6 +33,9 @@ class Fake:
     def coverage(self):
         return self._entries
 
+    def damaged(self):
+        return []
+
 
 def recorded(path, *programs):
     sink = StoreSink(path)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
+import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import GROUPS, VOCAB, WIDTH, Block, make_batch, make_state
+from tests.step.small import GROUPS, VOCAB, WIDTH, Block, Model, make_batch, make_state
 
 
 class Step(nn.Module):
@@ -70,3 +71,17 @@ def test_what_is_hidden_is_a_row_and_a_reason():
 def test_the_roles_of_the_plan_are_in_the_rows():
     points = coverage_of(Scanned(), roles=(("up$", "expander"),)).points
     assert [point.role for point in points if point.name.endswith("/up")] == ["expander"]
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_which_of_two_calls_gives_the_logits_must_be_said(said):
+    def twice(model, batch, rngs):
+        logits, other = model(batch["tokens"]), model(batch["targets"])
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits + 0.1 * other, batch["targets"])
+        return pj.Loss(nll=nll, mask=batch["mask"], logits=logits if said else None)
+
+    state = make_state(Model(), loss_fn=twice)
+    report = jax.eval_shape(lambda batch: pj.monitored_train_step(state, batch)[1], make_batch())
+    reason = dict(report.coverage.missing).get("logits", "")
+    assert said == (reason == "") == any("logits" in entry.key for entry in report.layout.entries)
+    assert said or ("2 outputs of the model in 2 calls" in reason and "pj.Loss(logits=...)" in reason)

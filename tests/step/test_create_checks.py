@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import GROUPS, VOCAB, NNXModel, loss_fn, make_batch, make_state
+from tests.step.small import GROUPS, VOCAB, Model, NNXModel, loss_fn, make_batch, make_state
 
 
 @pytest.mark.parametrize(
@@ -116,3 +117,59 @@ def test_what_no_point_matches_is_refused():
     with pytest.raises(ValueError, match="exclude 'role:nrm' names no role; the roles are embedding,"):
         pj.Plan(exclude=("role:nrm",))
     assert pj.Plan(exclude=("role:mine",), roles=(("up$", "mine"),)).roles
+
+
+def two(model, batch):
+    return model(batch["tokens"]).mean()
+
+
+def four(model, batch, rngs, alpha):
+    return alpha * model(batch["tokens"]).mean()
+
+
+def keyword(model, batch, *, rngs):
+    return two(model, batch)
+
+
+@functools.wraps(two)
+def decorated(model, batch, rngs):
+    return two(model, batch)
+
+
+@pytest.mark.parametrize(("refused", "words"), [(two, "too many"), (four, "missing.* 'alpha'"), (keyword, "too many")])
+def test_a_loss_function_of_other_arguments_is_refused_before_it_is_called(refused, words):
+    params = {"w": jnp.ones(2)}
+    match = rf"loss_fn must take .*\(model, batch, rngs\), and {refused.__name__}\(model, batch.*{words}"
+    with pytest.raises(TypeError, match=match):
+        make_state(loss_fn=refused)
+    with pytest.raises(TypeError, match=match):
+        pj.Monitor.create(tx=optax.sgd(0.1), params=params, model=Model(), loss_fn=refused, batch=make_batch())
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [functools.partial(four, alpha=2.0), decorated, lambda *args: two(*args[:2]), lambda m, b, r=None: two(m, b)],
+)
+def test_whatever_takes_the_three_is_taken(taken):
+    assert make_state(loss_fn=taken).settings.loss_fn is taken
+
+
+def test_an_error_of_the_loss_function_itself_stays_as_it_is():
+    def broken(model, batch, rngs):
+        return two(model, batch, rngs)
+
+    with pytest.raises(TypeError, match=r"^two\(\) takes 2 positional arguments but 3 were given"):
+        make_state(loss_fn=broken)
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [(None, r"got None \(it ends without a return\); return pj.Loss"), ((1.0, {}), "got tuple.*aux=")],
+)
+def test_what_a_loss_function_returns_by_mistake(returned, match):
+    def loss(model, batch, rngs):
+        model(batch["tokens"])
+        return returned
+
+    with pytest.raises(TypeError, match=f"loss_fn must return pj.Loss or a float scalar, {match}"):
+        make_state(loss_fn=loss)

@@ -72,18 +72,23 @@ def whole(model, batch, rngs):
     return pj.Loss(nll=nll, mask=batch["mask"], group=batch["source"], logits=logits)
 
 
-TRANSFORM = "inside a JAX transform"
+TRANSFORM = "inside jax.shard_map"
 CASES = {
     "a function, linen": (Linen("function"), loss_fn, {"keys": "pj.observe on what comes out"}, "mixed"),
     "a module, linen": (Linen("module"), loss_fn, {"inner": "jax.shard_map"}, "head"),
     "a module without types, linen": (Linen("unchecked"), loss_fn, {"inner": "jax.shard_map"}, "head"),
     "a collective under automatic sharding": (Linen("collective"), loss_fn, {}, "inner"),
     "a module by closure, nnx": (NNX("closure", nnx.Rngs(0)), loss_fn, {"inner": TRANSFORM}, "head"),
-    "a module split and merged, nnx": (NNX("split", nnx.Rngs(0)), loss_fn, {"inner": "did not come back"}, "head"),
+    "a module split and merged, nnx": (
+        NNX("split", nnx.Rngs(0)),
+        loss_fn,
+        {"inner": "did not come back from jax.shard_map"},
+        "head",
+    ),
     "the whole model": (
         Linen("plain"),
         whole,
-        {"embed": "called inside a JAX transform", "loss_fn/z": TRANSFORM},
+        {"embed": "called inside jax.shard_map", "loss_fn/z": TRANSFORM},
         None,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import pathlib
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import GROUPS, Model, copy, loss_fn, make_batch, make_state, make_tx, plain_loss
+from tests.step.small import GROUPS, Model, NNXModel, copy, loss_fn, make_batch, make_state, make_tx, plain_loss
+from tests.step.test_coverage import Hiding
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
@@ -69,6 +72,44 @@ def test_an_observed_model_gives_everything(there_and_back):
     assert ("grad_act" in dict(report.coverage.missing)) == (not there_and_back)
     for name, value in wanted.items():
         assert scalars[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_is_hidden_is_as_missing_as_in_the_monitored_step(microbatches):
+    plan, model, batch = pj.Plan(groups=GROUPS, scan_every=1), Hiding(), make_batch()
+    state = make_state(model, plan=plan, microbatches=microbatches)
+    wanted = jax.eval_shape(lambda batch: pj.monitored_train_step(state, batch)[1], batch).coverage
+    tx, params = make_tx(), state.params
+    monitor = pj.Monitor.create(tx=tx, params=params, plan=plan, model=model, loss_fn=loss_fn, batch=batch)
+
+    def step(params, opt_state, monitor, batch):
+        differentiate = functools.partial(monitor.value_and_grad, microbatches=microbatches, scan=True)
+        (_, seen), gradients = differentiate(params, batch, jax.random.key(0))
+        return monitor.measure(seen, gradients, params, params, opt_state, opt_state)[1]
+
+    coverage = jax.eval_shape(step, params, tx.init(params), monitor, batch).coverage
+    assert "head#1" in dict(coverage.missing) and coverage == wanted
+
+
+def test_parameters_in_lists_and_in_an_nnx_state_have_names():
+    listed = {"layers": [{"w": np.ones(2)}, {"w": np.full(2, 2.0)}]}
+    state = nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param)
+    tx = optax.sgd(0.1)
+    for params, name in ((listed, "param/layers[1]/w/norm"), (state, "param/block[1]/up/kernel/norm")):
+        monitor, opt_state = pj.Monitor.create(tx=tx, params=params), tx.init(params)
+        _, report = monitor.measure(np.float32(1.0), params, params, params, opt_state, opt_state)
+        kernel = params["layers"][1]["w"] if params is listed else params["block"][1]["up"]["kernel"][...]
+        assert report.scalars()[name] == pytest.approx(np.linalg.norm(np.asarray(kernel)))
+
+
+def test_an_nnx_model_with_its_own_state_as_parameters():
+    model, batch, tx = NNXModel(nnx.Rngs(0)), make_batch(), make_tx()
+    params = nnx.state(model, nnx.Param)
+    monitor = pj.Monitor.create(tx=tx, params=params, plan=PLAN, model=model, loss_fn=loss_fn, batch=batch)
+    (loss, _), gradients = monitor.value_and_grad(params, batch, jax.random.key(0))
+    assert jax.tree.structure(gradients) == jax.tree.structure(params)
+    nll = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"])
+    assert float(loss) == pytest.approx(float((nll * batch["mask"]).sum() / batch["mask"].sum()), rel=1e-5)
 
 
 def test_ten_changed_lines():

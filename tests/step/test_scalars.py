@@ -1,0 +1,58 @@
+"""`report.scalars()`: a dict, and an error that helps with a name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import probes_jax as pj
+from probes_jax.step.report import Scalars
+
+
+@pytest.fixture(scope="module")
+def report():
+    params, tx = {"w": np.ones(2)}, optax.sgd(0.1)
+    monitor, state = pj.Monitor.create(tx=tx, params=params), tx.init(params)
+    return monitor.measure(np.float32(1.0), params, params, params, state, state)[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("loss", "'loss/mean'"),
+        ("grad/nrom", "'grad/norm'"),
+        ("updat", "'update"),
+        ("zzz", r"list\(report.scalars\(\)\)"),
+    ],
+)
+def test_a_name_that_it_does_not_have_gives_those_that_come_close(report, wrong, meant):
+    with pytest.raises(KeyError, match=f"nothing was measured as '{wrong}' on this step; did you mean .*{meant}"):
+        report.scalars()[wrong]
+    assert report.scalars().get(wrong) is None and wrong not in report.scalars()
+
+
+def test_of_stacked_reports_too(report):
+    stacked = jax.tree.map(lambda x: np.stack([x, x]), report)
+    assert stacked.scalars()["loss/mean"] == [1.0, 1.0]
+    with pytest.raises(KeyError, match="'loss/mean'"):
+        stacked.scalars()["loss"]
+
+
+def test_it_is_a_dict_everywhere_else(report):
+    found = report.scalars()
+    plain = dict(found)
+    assert found == plain and json.loads(json.dumps(found)) == plain
+    assert type(pickle.loads(pickle.dumps(found))) is dict and pickle.loads(pickle.dumps(found)) == plain
+    assert type(copy.deepcopy(found)) is dict and copy.deepcopy(found) == plain
+    doubled = jax.tree.map(lambda x: 2 * x, found)
+    assert doubled == {name: 2 * value for name, value in plain.items()}
+    assert jax.tree.leaves(found) == jax.tree.leaves(plain)
+    paths = jax.tree_util.tree_flatten_with_path
+    assert [path for path, _ in paths(found)[0]] == [path for path, _ in paths(plain)[0]]
+    assert Scalars() == {}

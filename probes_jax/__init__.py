@@ -45,6 +45,7 @@ _HOMES = {
     "monitored_train_step": "probes_jax.step.train",
     "observe": "probes_jax.observe",
     "open_run": "probes_jax.host.run_folder",
+    "preview": "probes_jax.cost.preview",
     "print_screen": "probes_jax.present.screen",
     "restore_state": "probes_jax.step.restore",
     "timed": "probes_jax.host.timed",
@@ -70,6 +71,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from probes_jax.cost.inspection import inspect as inspect
+    from probes_jax.cost.preview import preview as preview
     from probes_jax.cost.topology import topology as topology
     from probes_jax.host.recorder import GuardStopped as GuardStopped
     from probes_jax.host.recorder import Recorder as Recorder

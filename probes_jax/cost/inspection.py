@@ -164,8 +164,7 @@ def inspect(
         >>> inspect(state, batch, programs=("light",), by=None).added("light").collectives
         0
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
+    _check_state(state)
     unknown = [name for name in programs if name not in _MONITORED]
     if unknown or not isinstance(programs, tuple):
         raise ValueError(f"programs must be a tuple of {_MONITORED}, got {programs!r}")
@@ -181,8 +180,7 @@ def inspect(
     found = {name: run(settings.plan, name) for name in ("off", *programs)}
     parts: dict[str, dict[str, Cost]] = {}
     for name in programs:
-        layout = _layout(settings, name, core, batch)
-        for part, plan in _without(by, settings.plan, layout, points):
+        for part, plan in _without(by, settings.plan, layout_of(state, batch, name), points):
             parts.setdefault(name, {})[part] = found[name].cost - run(plan, name).cost
     device = _devices(settings)
     return Inspection(device[0].device_kind, len(device), settings.plan.scan_every, found, parts)
@@ -230,10 +228,16 @@ def _step(settings: Settings) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), np.int32, sharding=settings.partition.everywhere())
 
 
-def _layout(settings: Settings, program: str, core: Any, batch: Any) -> Layout:
+def layout_of(state: TrainState, batch: Any, program: str) -> Layout:
     """What a program reports. Traced, not compiled."""
-    _, report = jax.eval_shape(compiled(settings, program), _step(settings), core, batch)
-    return report.layout
+    _check_state(state)
+    shapes = _step(state.settings), *jax.tree.map(_described, (state.core, batch))
+    return jax.eval_shape(compiled(state.settings, program), *shapes)[1].layout
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
 
 
 def _compile(settings: Settings, program: str, core: Any, batch: Any) -> Program:

@@ -13,8 +13,9 @@ from probes_jax.signals.measured import Measured, measured
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.manual import differing
 from probes_jax.stats.moments import summarize_magnitude, summarize_norm
-from probes_jax.stats.partial import WHOLE, Split
+from probes_jax.stats.partial import WHOLE, Split, cut
 from probes_jax.stats.summary import Summary
+from probes_jax.stats.types import stated
 
 Role = Literal["embedding", "other", "frozen"]
 GRADIENT_STATS = ("norm", "abs_mean", "abs_max", "finite_abs_max", "zero_fraction", "nan_count", "inf_count")
@@ -62,24 +63,29 @@ def _by_layer(summarize: Summarize, x: jax.Array, info: ParameterInfo) -> Summar
         outer, *inner = axes
         rest = Split(split.dims[:outer] + split.dims[outer + 1 :], split.sizes)
         left = tuple(axis - (axis > outer) for axis in inner)
-        return jax.vmap(lambda layer: by_layer(layer, rest, left), in_axes=outer)(x)
+        rows = jax.vmap(lambda layer: by_layer(layer, rest, left), in_axes=outer)(x)
+        group = split.dims[outer] if outer < len(split.dims) and not inner else ()
+        return rows.with_own_layers(tuple((axis, dict(split.sizes)[axis]) for axis in group))
 
     return summarize_where_it_lies(by_layer, info.split, x)
 
 
 def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, list[Summary]]:
-    """Summaries by role that together cover every tensor once; small whole tensors are read as one."""
+    """Summaries by role that together cover every tensor once; small tensors that are cut alike are read as one."""
     found: dict[Role, list[Summary]] = {}
-    small: dict[Role, list[jax.Array]] = {}
+    small: dict[tuple[Role, tuple[str, ...]], list[jax.Array]] = {}  # by role, and how it is cut
     for key, info in infos.items():
         x = tensors[key]
-        if x.size < _SMALL and not info.split.axes and not differing(x):
-            small.setdefault(info.role, []).append(x.astype(jnp.float32).reshape(-1))
+        if x.size < _SMALL and not differing(x) and stated(x) is None:
+            part = cut(x.astype(jnp.float32), info.split)
+            small.setdefault((info.role, part.axes), []).append(part.array.reshape(*part.rows, -1))
         else:
             of_tensor = summarize_where_it_lies(summarize, info.split, x)
             found.setdefault(info.role, []).append(of_tensor.carried())
-    for role, pieces in small.items():
-        found.setdefault(role, []).append(summarize(jnp.concatenate(pieces), WHOLE).carried())
+    for (role, axes), pieces in small.items():
+        joined = jnp.concatenate(pieces, axis=-1)
+        split = Split(tuple((axis,) for axis in axes), tuple(zip(axes, joined.shape)))
+        found.setdefault(role, []).append(summarize_where_it_lies(summarize, split, joined).carried())
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from probes_jax.stats.barrier import sharding_barrier
 from probes_jax.stats.manual import apart, manual_axes
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary, is_summary
@@ -26,7 +27,8 @@ def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays
         return of_this_device(summarize(*arrays, split=WHOLE), split.axes, *arrays)
     found = stated(arrays[0])
     if found is None:
-        return summarize(*arrays, split=split)
+        rows = summarize(*arrays, split=split)
+        return jax.tree.map(sharding_barrier, rows) if split.axes else rows
     mesh, dims = found
     known = explicit_axes(mesh)
     exact = Split.of(_together(dims, split.dims, known), mesh.shape)

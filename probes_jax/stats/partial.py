@@ -72,6 +72,11 @@ class Partial:
         return tuple(range(len(self.axes), self.array.ndim))
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """Lengths of the row axes."""
+        return self.array.shape[: len(self.axes)]
+
+    @property
     def part_size(self) -> int:
         """Elements in one part."""
         return math.prod(self.array.shape[len(self.axes) :])

@@ -72,6 +72,30 @@ class Summary:
         assert sums is not None
         return Summary(sums, row(self.maxima), self.kind, (*self.axes, *axes))
 
+    def with_own_layers(self, sizes: tuple[tuple[str, int], ...]) -> Summary:
+        """The same where a mesh shards the one stack axis: each device has a row that speaks for its own layers only.
+
+        Args:
+            sizes: The mesh axes that shard the stack axis, with their sizes; what does not divide is left as it is.
+        """
+        parts = math.prod(size for _, size in sizes)
+        layers = self.sums.shape[0] if self.stack_shape() else 0
+        if parts == 1 or layers % parts:
+            return self
+
+        def spread(x: jax.Array | None, nothing: float) -> jax.Array | None:
+            if x is None:
+                return None
+            mine = x.reshape(parts, 1, layers // parts, *x.shape[1:])  # the first axis is sharded
+            own = np.eye(parts, dtype=bool).reshape(parts, parts, *(1,) * (x.ndim))
+            rows = jnp.where(own, mine, nothing).reshape(parts, layers, *x.shape[1:])
+            return jnp.moveaxis(rows, 0, 1).reshape(layers, *(size for _, size in sizes), *x.shape[1:])
+
+        sums = spread(self.sums, 0.0)
+        assert sums is not None
+        axes = tuple(axis for axis, _ in sizes)
+        return Summary(sums, spread(self.maxima, -np.inf), self.kind, (*axes, *self.axes))
+
     @property
     def row_count(self) -> int:
         """Rows over all devices, of one layer."""

@@ -129,10 +129,11 @@ class Objective:
         self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None
     ) -> tuple[jax.Array, jax.Array, Part]:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
-        measure = self._measure if self.observes else None
+        size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+        measure = self._measure(size) if self.observes else None
         evaluation = Evaluation(taps)
         bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, evaluation=evaluation)
-        own = LossObserver(self._measure, evaluation)
+        own = LossObserver(self._measure(size), evaluation)
         with contextlib.ExitStack() as stack:
             if self.observes:
                 stack.enter_context(observing(own))
@@ -180,8 +181,11 @@ class Objective:
     def _tapped(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
         return {point: value for point, value in self._wanted(points).items() if point.method != INPUT}
 
-    def _measure(self, x: jax.Array) -> Summary:
-        return summarize_where_it_lies(summarize_moments, self.partition.activation(x.shape), x)
+    def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
+        def measure(x: jax.Array) -> Summary:
+            return summarize_where_it_lies(summarize_moments, self.partition.activation(x.shape, batch), x)
+
+        return measure
 
     def _sums(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         """sum(m * nll) + sum(m) * sum(extra), and sum(m); the second is a constant to the gradient."""
@@ -219,6 +223,6 @@ class Objective:
             if not has_classes(logits.shape):
                 notes.missing["logits/logsumexp"] = f"the model's output {list(logits.shape)} has no axis of classes"
             fits = tokens.weight is not None and logits.shape[:-1] == tokens.nll.shape
-            leading = self.partition.activation(logits.shape)
+            leading = self.partition.activation(logits.shape, tokens.nll.shape[0] if tokens.nll.ndim else -1)
             rows |= summarize_where_it_lies(measure_logits, leading, logits, tokens.weight if fits else None)
         return rows, {name: measure_extra(value, weight, split.axes) for name, value in tokens.extra.items()}

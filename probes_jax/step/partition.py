@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -47,6 +47,14 @@ def _current_mesh() -> Any:
         ) from error
 
 
+class Feature(NamedTuple):
+    """A mesh axis that does not shard tokens."""
+
+    axis: str
+    lengths: frozenset[int]  # of the parameter axes that it shards
+    last: bool  # whether one of them is a parameter's last or last but one: then an activation's may be cut by it
+
+
 @dataclasses.dataclass(frozen=True)
 class Partition:
     """The mesh and the guess of how activations lie on it.
@@ -54,14 +62,14 @@ class Partition:
     Attributes:
         mesh: None on one device.
         token_axes: For each leading dimension of a token array, the mesh axes that shard it.
-        feature_axes: Mesh axes that shard the features (or heads, experts) of activations.
+        features: Mesh axes that shard features, heads or experts of activations, the last axes of parameters first.
         device: Where everything is without a mesh; None: the default device.
         manual: Axes of the `shard_map` or `pmap` of the user's that the step is under.
     """
 
     mesh: Mesh | None = None
     token_axes: Dims = ()
-    feature_axes: tuple[str, ...] = ()
+    features: tuple[Feature, ...] = ()
     device: Any = None
     manual: tuple[str, ...] = ()
 
@@ -109,50 +117,66 @@ class Partition:
             return self._tokens
         return self._split(self.token_axes[: len(shape)])
 
-    def activation(self, shape: tuple[int, ...]) -> Split:
-        """Split of an activation: as far as its axes divide, tokens are cut on the first and features on the last.
+    def activation(self, shape: tuple[int, ...], batch: int) -> Split:
+        """Split of an activation: tokens are cut where the batch is, features where a parameter is cut at that length.
 
         Cutting what is not sharded is free (every device keeps one of the rows that it has), and not cutting what is
-        costs a collective. So everything is cut that may be sharded: the first axis also where it is not the batch
-        (tokens of all examples in one axis), of four axes the last but one (heads).
+        costs a collective. So in doubt it is cut: tokens on the first axis where none has the batch's length (tokens of
+        all examples in one axis), features on the last, of four axes on the last but one (heads).
         """
         if self.manual:
             return self._tokens
         if self.mesh is None or not shape:
             return WHOLE
         dims: list[tuple[str, ...]] = [()] * len(shape)
-        for index, group in enumerate(self.token_axes[: len(shape)]):
-            dims[index] = group
-        features = tuple(axis for axis in self.feature_axes if not any(axis in group for group in dims))
-        size = math.prod(self.mesh.shape[axis] for axis in features)
-        heads = len(shape) - 2 if len(shape) > 3 else len(shape) - 1
-        for index in (heads, len(shape) - 1):
-            if index > 0 and not dims[index] and shape[index] % size == 0:
-                dims[index] = features
-                break
+        at = shape.index(batch) if batch in shape else 0
+        dims[at : at + len(self.token_axes)] = self.token_axes[: len(shape) - at]
+        ends = [len(shape) - 2, len(shape) - 1] if len(shape) > 3 else [len(shape) - 1]
+        free = [index for index in (*ends, *range(len(shape))) if not dims[index]]
+        for feature in self.features:
+            if any(feature.axis in group for group in dims):
+                continue
+            likely = [index for index in free if shape[index] in feature.lengths]
+            for index in (*likely, *(ends if feature.last else ())):
+                group = (*dims[index], feature.axis)
+                if index in free and shape[index] % math.prod(self.mesh.shape[axis] for axis in group) == 0:
+                    dims[index] = group
+                    break
         return self._split(tuple(dims))
 
     def with_features(self, params: Any) -> Partition:
-        """The same with the axes found that shard features: those of the last two axes of a parameter's matrices."""
+        """The same with what the parameters' shardings tell of the axes that do not shard tokens."""
         if self.mesh is None or self.manual:
             return self
         tokens = {axis for group in self.token_axes for axis in group}
-        found = [
-            axis
-            for leaf in jax.tree.leaves(params)
-            if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding) and leaf.ndim > 1
-            for group in (*spec_dims(sharding.spec), *[()] * leaf.ndim)[: leaf.ndim][-2:]
-            for axis in group
-            if axis not in tokens
-        ]
-        return dataclasses.replace(self, feature_axes=tuple(dict.fromkeys(found)))
+        found: dict[str, Feature] = {}
+        for leaf in jax.tree.leaves(params):
+            sharding = getattr(leaf, "sharding", None)
+            if not isinstance(sharding, NamedSharding):
+                continue
+            for index, group in enumerate(spec_dims(sharding.spec)):
+                for axis in group:
+                    if axis not in tokens:
+                        old = found.get(axis, Feature(axis, frozenset(), False))
+                        last = old.last or index >= max(leaf.ndim - 2, 1)  # the first may be one of layers
+                        found[axis] = Feature(axis, old.lengths | {leaf.shape[index]}, last)
+        return dataclasses.replace(self, features=tuple(sorted(found.values(), key=lambda feature: not feature.last)))
 
     def parameter(self, array: Any) -> Split:
-        """Split of a parameter, from its own sharding."""
+        """Split of a parameter, from its own sharding.
+
+        A last axis that is whole is cut where other parameters are cut at that length: the gradient of a replicated
+        bias lies as the activation that it was added to.
+        """
         sharding = getattr(array, "sharding", None)
         if self.mesh is None or not isinstance(sharding, NamedSharding):
             return WHOLE
-        return self._split(spec_dims(sharding.spec))
+        dims = [*spec_dims(sharding.spec), *[()] * array.ndim][: array.ndim]
+        for feature in self.features:
+            used = any(feature.axis in group for group in dims)
+            if dims and not dims[-1] and not used and array.shape[-1] in feature.lengths:
+                dims[-1] = (feature.axis,)
+        return self._split(tuple(dims))
 
 
 def _home(batch: Any) -> Any:
@@ -195,12 +219,13 @@ def find_partition(plan: Plan, batch: Any, mesh: Mesh | None, manual: tuple[str,
     for axis in (*(plan.token_axes or ()), *(plan.feature_axes or ())):
         if axis not in mesh.shape:
             raise ValueError(f"Plan names the mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
+    said = tuple(Feature(axis, frozenset(), True) for axis in plan.feature_axes or ())
     if plan.token_axes is not None:
-        return Partition(mesh, (plan.token_axes,), plan.feature_axes or ())
+        return Partition(mesh, (plan.token_axes,), said)
     specs = [
         spec_dims(leaf.sharding.spec)
         for leaf in jax.tree.leaves(batch)
         if isinstance(getattr(leaf, "sharding", None), NamedSharding) and leaf.ndim
     ]
     token_axes = max(specs, key=lambda dims: sum(len(group) for group in dims), default=())[:2]
-    return Partition(mesh, token_axes, plan.feature_axes or ())
+    return Partition(mesh, token_axes, said)

@@ -14,6 +14,7 @@ import probes_jax as pj
 from benchmarks.compiled import state_for
 from probes_jax.cost.hlo import parse
 from probes_jax.cost.traffic import bytes_accessed, collectives
+from probes_jax.spec.layout import HEADER
 from tests.step.small import GROUPS, make_batch, make_state
 
 SMALL = dict(layers=3, width=64, vocabulary=128, heads=2)
@@ -161,3 +162,36 @@ def test_collectives_in_a_compiled_loop_are_seen():
     text = run.lower(jax.ShapeDtypeStruct((4,), jnp.float32)).compile().as_text()
     (found,) = collectives(parse(text))
     assert (found.op, found.looped, found.times) == ("all-reduce", True, 5)
+
+
+def test_a_light_program_scans_no_tensor():
+    """A marked point is measured in the full program and nowhere in the light one."""
+    from probes_jax.step.train import compiled
+
+    batch = make_batch()
+
+    def loss_fn(model, batch, rngs):
+        logits = pj.observe("marker", model(batch["tokens"]))
+        return pj.Loss(nll=logits[..., 0] ** 2, logits=logits)
+
+    state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch, donate=False)
+    texts = {
+        program: compiled(state.settings, program).lower(np.int32(0), state.core, batch).compile().as_text()
+        for program in ("light", "full")
+    }
+    assert "summarize_moments" in texts["full"]
+    assert "summarize_moments" not in texts["light"]
+
+
+def test_a_preview_says_what_a_report_holds():
+    batch = make_batch()
+    state = make_state(batch=batch, donate=False)
+    seen = pj.preview(state, batch)
+    _, report = pj.monitored_train_step(state, batch)
+    assert seen.total("full").series == len(report.readings()[0].names)
+    assert seen.total("full").payload + 4 * HEADER == report.buffer.nbytes
+    act = [name for name in report.readings()[0].names if name.startswith("act/")]
+    assert seen.families["full"]["act"].series == len(act) and "act" not in seen.families["light"]
+    assert f"every {state.settings.plan.scan_every} steps" in str(seen)
+    with pytest.raises(TypeError, match=r"pj\.TrainState"):
+        pj.preview({}, batch)

@@ -33,8 +33,8 @@ def added(found: dict, program: str, what: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "programs", "most"),
     [
-        # Of a full step the compiler sometimes splits one of the loss's own all-reduces in two.
-        pytest.param(("v5e:16x16", "--width", "2048", *SMALL[2:]), ("light", "full"), 3, marks=TPU, id="v5e-256"),
+        # Of a full step the compiler splits one of the loss's own all-reduces in two.
+        pytest.param(("v5e:16x16",), ("light", "full"), 3, marks=TPU, id="v5e-256"),
         pytest.param(("v5p:8x8x8", *SMALL), ("light",), 2, marks=TPU, id="v5p-512"),
         pytest.param(("h100:8", *SMALL), ("light", "full"), 2, marks=GPU, id="h100-8"),
         pytest.param(("h100:8", "--unrolled", "--layers", "4", *SMALL), ("full",), 2, marks=GPU, id="h100-8-unrolled"),
@@ -47,12 +47,8 @@ def test_two_collectives_more_and_none_in_a_loop(arguments, programs, most):
         assert added(found, program, "collectives") <= (2 if program == "light" else most), exchanges
         assert not [each for each in exchanges if each["looped"]]
     assert found["programs"]["off"]["looped"] > 0 or "--unrolled" in arguments
-
-
-@TPU
-@pytest.mark.timeout(900)
-def test_a_light_step_moves_and_holds_hardly_more():
-    found = inspected("v5e:16x16", "--program", "light", "--examples", "4")
-    plain = found["programs"]["off"]
-    assert added(found, "light", "bytes") <= 0.003 * plain["bytes"]
-    assert added(found, "light", "temporary") <= 0.01 * plain["temporary"]
+    if arguments == ("v5e:16x16",):  # a light step moves and holds hardly more
+        plain = found["programs"]["off"]
+        assert added(found, "light", "bytes") <= 0.003 * plain["bytes"]
+        assert added(found, "light", "temporary") <= 0.01 * plain["temporary"]
+        assert added(found, "full", "bytes") <= 0.05 * plain["bytes"]

@@ -6,7 +6,8 @@ Everything is accumulated in float32. What that means at the ends of its range, 
   norm, RMS or mean concerned, with `inf_count` 0 and a finite absolute maximum beside it: an overflow shows, and shows
   as what it is.
 * Squares of |x| < 1e-19 are zero, and so are their norm and RMS; the absolute mean and maximum are not.
-* Subnormal elements count as zeros where the backend flushes them, as XLA's CPU and TPU backends do.
+* Subnormal elements count as zeros where the backend flushes them, as XLA's CPU and TPU backends do; a maximum may
+  still show them.
 * float64 elements are rounded to float32 first: beyond its range they count as infinite, or as zeros.
 """
 

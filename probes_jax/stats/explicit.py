@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from probes_jax.stats.barrier import sharding_barrier
 from probes_jax.stats.manual import apart, manual_axes
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary, is_summary
@@ -27,8 +26,7 @@ def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays
         return of_this_device(summarize(*arrays, split=WHOLE), split.axes, *arrays)
     found = stated(arrays[0])
     if found is None:
-        rows = summarize(*arrays, split=split)
-        return jax.tree.map(sharding_barrier, rows) if split.axes else rows
+        return summarize(*arrays, split=split)
     mesh, dims = found
     known = explicit_axes(mesh)
     exact = Split.of(_together(dims, split.dims, known), mesh.shape)

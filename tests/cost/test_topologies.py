@@ -35,9 +35,7 @@ def added(found: dict, program: str, what: str) -> int:
     [
         # Of a full step the compiler splits one of the loss's own all-reduces in two.
         pytest.param(("v5e:16x16",), ("light", "full"), 3, marks=TPU, id="v5e-256"),
-        pytest.param(("v5p:8x8x8", *SMALL), ("light",), 2, marks=TPU, id="v5p-512"),
         pytest.param(("h100:8", *SMALL), ("light", "full"), 2, marks=GPU, id="h100-8"),
-        pytest.param(("h100:8", "--unrolled", "--layers", "4", *SMALL), ("full",), 2, marks=GPU, id="h100-8-unrolled"),
     ],
 )
 def test_two_collectives_more_and_none_in_a_loop(arguments, programs, most):
@@ -46,7 +44,7 @@ def test_two_collectives_more_and_none_in_a_loop(arguments, programs, most):
         exchanges = found["exchanges"][program]
         assert added(found, program, "collectives") <= (2 if program == "light" else most), exchanges
         assert not [each for each in exchanges if each["looped"]]
-    assert found["programs"]["off"]["looped"] > 0 or "--unrolled" in arguments
+    assert found["programs"]["off"]["looped"] > 0  # the model's own: the count sees loops
     if arguments == ("v5e:16x16",):  # a light step moves and holds hardly more
         plain = found["programs"]["off"]
         assert added(found, "light", "bytes") <= 0.003 * plain["bytes"]

@@ -30,6 +30,7 @@ def found():
     return pj.inspect(state, batch)
 
 
+@pytest.mark.slow
 def test_two_collectives_more_and_none_in_a_loop(found):
     for program in ("light", "full"):
         assert found.added(program).collectives == 2, program
@@ -38,6 +39,7 @@ def test_two_collectives_more_and_none_in_a_loop(found):
     assert found.programs["off"].cost.looped > 0  # the model's own: the count sees loops
 
 
+@pytest.mark.slow
 def test_every_family_costs_what_the_program_costs_with_it(found):
     full = found.parts["full"]
     assert set(full) == {"act", "grad_act", "grad", "param", "update", "logits"}

@@ -51,11 +51,10 @@ def main() -> None:
     if unknown:
         sys.exit(f"unknown benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
     for name in chosen:
-        figures = importlib.import_module(f"benchmarks.{name}").measure()
-        for figure in figures:
+        for figure in importlib.import_module(f"benchmarks.{name}").measure():
             value, low, high = (_number(x) for x in (figure.value, figure.low, figure.high))
-            print(f"{figure.figure}: {value} {figure.unit} ({low} to {high})")
-        save(figures)
+            print(f"{figure.figure}: {value} {figure.unit} ({low} to {high})", flush=True)
+            save([figure])  # each at once: some take an hour to get
     page = PAGE.read_text()
     PAGE.write_text(page[: page.index(START) + len(START)] + "\n" + table())
 

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from probes_jax.step.state import TrainState
 from probes_jax.step.train import compiled
 
 _MONITORED = ("light", "full")
+ALWAYS = "always measured"  # what no plan leaves out: the loss, the totals of gradients and updates, the detectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,15 @@ class Inspection:
         plain = getattr(self.programs["off"].cost, what)
         return getattr(self.added(program), what) / plain if plain else float("nan")
 
+    def average(self, what: str = "bytes") -> float:
+        """What is added to a step on average over a scan and the light steps up to the next, as `ratio`.
+
+        Raises:
+            KeyError: Not both programs were compiled.
+        """
+        light, full = self.ratio("light", what), self.ratio("full", what)
+        return (light * (self.scan_every - 1) + full) / self.scan_every
+
     def exchanges(self, program: str) -> tuple[traffic.Collective, ...]:
         """The collectives that the plain step does not have; of one that it has with fewer arrays, those are left out.
 
@@ -144,9 +153,10 @@ def inspect(
             none of the hardware.
         batch: A batch as the step is called with; `jax.ShapeDtypeStruct`s with shardings will do.
         programs: Which programs to compile beside the plain one.
-        by: `"family"`: also what each family of metrics costs, by compiling each program without it; `"point"`: the
-            same for each observed point (one compilation each: name some with `points`); None: only the whole.
-        points: Regular expression on the names of points, for `by="point"`.
+        by: `"family"`: also what each family of metrics costs, by compiling each program without it, and what is left
+            without all of them; `"point"`: the same for each observed point, the layers of a stack as one
+            (`block[*]/mlp`); None: only the whole. Each part is one compilation more.
+        points: Regular expression on those names of points, for `by="point"`.
 
     Returns:
         The costs on one device of each program.
@@ -177,39 +187,44 @@ def inspect(
     def run(plan: Plan, program: str) -> Program:
         return _compile(dataclasses.replace(settings, plan=plan, programs={}), program, core, batch)
 
+    names = {
+        name: [label for entry in layout_of(state, batch, name).entries for label in entry.labels]
+        for name in (programs if by else ())
+    }
+    plans = {name: _without(by, settings.plan, labels, points) for name, labels in names.items()}
     found = {name: run(settings.plan, name) for name in ("off", *programs)}
     parts: dict[str, dict[str, Cost]] = {}
-    for name in programs:
-        for part, plan in _without(by, settings.plan, layout_of(state, batch, name), points):
-            parts.setdefault(name, {})[part] = found[name].cost - run(plan, name).cost
+    for name in plans:
+        parts[name] = {part: found[name].cost - run(plan, name).cost for part, plan in plans[name].items()}
+        if by == "family":
+            bare = dataclasses.replace(settings.plan, without=FAMILIES)
+            parts[name][ALWAYS] = run(bare, name).cost - found["off"].cost
     device = _devices(settings)
     return Inspection(device[0].device_kind, len(device), settings.plan.scan_every, found, parts)
 
 
-def _without(by: str | None, plan: Plan, layout: Layout, points: str) -> Iterator[tuple[str, Plan]]:
-    """The plan without one part, for each part that this layout holds anything of."""
-    names = [label for entry in layout.entries for label in entry.labels]
+def _without(by: str | None, plan: Plan, names: list[str], points: str) -> dict[str, Plan]:
+    """The plan without one part, for each part that one of these names is of."""
     if by == "family":
-        if plan.backward and any(name.startswith("grad_act/") for name in names):
-            yield "grad_act", dataclasses.replace(plan, backward=False)
-        for family in FAMILIES:
-            rows = re.compile(rf"{family}/.*{{stat}}" if family in ("param", "logits") else rf"{family}/.+/{{stat}}")
-            if any(rows.match(name) for name in names):
-                yield family, dataclasses.replace(plan, without=(*plan.without, family))
-    elif by == "point":
+        rows = {f: rf"{f}/.*{{stat}}" if f in ("param", "logits") else rf"{f}/.+/{{stat}}" for f in FAMILIES}
+        found = [family for family, row in rows.items() if any(re.match(row, name) for name in names)]
+        return {family: dataclasses.replace(plan, without=(*plan.without, family)) for family in found}
+    if by == "point":
         found = dict.fromkeys(_point(name) for name in names if name.startswith(("act/", "grad_act/")))
         chosen = [point for point in found if re.search(points, point)]
         if found and not chosen:
             raise ValueError(
                 f"points={points!r} matches no observed point; there are {', '.join(list(found)[:8])}, ..."
             )
-        for point in chosen:
-            yield point, dataclasses.replace(plan, exclude=(*plan.exclude, f"^{re.escape(point)}$"))
+        # A scanned model's point has the star in its name, an unrolled one's the number.
+        layers = {point: re.escape(point).replace(r"\[\*\]", r"\[(\*|\d+)\]") for point in chosen}
+        return {p: dataclasses.replace(plan, exclude=(*plan.exclude, f"^{layers[p]}$")) for p in chosen}
+    return {}
 
 
 def _point(label: str) -> str:
-    """`act/block[3]/mlp/{stat}` to the point's name without its layer."""
-    return re.sub(r"\[\d+\]", "", label.split("/", 1)[1].rsplit("/", 1)[0])
+    """`act/block[3]/mlp/{stat}` to the name of that point in all layers, `block[*]/mlp`."""
+    return re.sub(r"\[\d+\]", "[*]", label.split("/", 1)[1].rsplit("/", 1)[0])
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:

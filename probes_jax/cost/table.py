@@ -8,6 +8,7 @@ _HEAD = ("", "collectives", "in loops", "memory traffic", "temporary", "payload"
 _ADVICE = (
     "a tensor is sharded in another way than guessed; annotate it in the model, or set Plan token_axes and feature_axes"
 )
+_USUAL = 2  # collectives: one of sums, one of maxima
 
 
 def table(found: Inspection) -> str:
@@ -18,17 +19,18 @@ def table(found: Inspection) -> str:
             continue
         rows.append((f"{program} adds", *_added(found, program, found.added(program))))
         for part, cost in found.parts.get(program, {}).items():
-            rows.append((f"  of it {part}", *_added(found, program, cost)))
+            rows.append((f"  of it {part}", *_added(found, program, cost)[:-1], ""))  # too noisy: single compiles
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = [f"For {found.devices} x {found.device}, on each device; a full step every {found.scan_every}:"]
     lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    if {"light", "full"} <= set(found.programs):
+        lines.append(f"On average over {found.scan_every} steps: memory traffic {found.average():+.2%}")
     for program in found.programs:
-        for each in found.exchanges(program) if program != "off" else ():
-            if not each.looped:
-                continue
-            lines.append(
-                f"{program}: {each.op} of {', '.join(each.arrays)} in a loop, from {each.source or '?'}: {_ADVICE}"
-            )
+        exchanges = found.exchanges(program) if program != "off" else ()
+        for each in exchanges:
+            if each.looped or len(exchanges) > _USUAL:
+                what = f"{each.op} of {', '.join(each.arrays)}, from {each.source or '?'}"
+                lines.append(f"{program}: {what}" + (f", in a loop: {_ADVICE}" if each.looped else ""))
     return "\n".join(lines)
 
 

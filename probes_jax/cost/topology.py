@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,11 +47,12 @@ def topology(name: str) -> list[Any]:
 
     Raises:
         ValueError: There is no such topology.
+        RuntimeError: Another process is using libtpu.
         ModuleNotFoundError: The compiler for it is not installed; the message says which packages to install.
     """
-    kind, _, size = name.partition(":")
-    if not size:
+    if not isinstance(name, str) or not re.fullmatch(r"h100:\d+|v\d+\w*:\d+(x\d+)+", name):
         raise ValueError(f'topology names a TPU slice such as "v5e:16x16" or a host "h100:8", got {name!r}')
+    kind, _, size = name.partition(":")
     platform = "cuda" if kind == "h100" else "tpu"
     module, advice = _NEEDS[platform]
     if not _has(module):
@@ -62,6 +64,11 @@ def topology(name: str) -> list[Any]:
         described = topologies.get_topology_desc("h100", "cuda", topology=f"1x1x{int(size)}", target_config=_H100)
         return list(described.devices)
     except (ValueError, RuntimeError) as error:  # XLA's own, with its own words
+        if "lockfile" in str(error):
+            raise RuntimeError(
+                "another process on this machine is using libtpu: wait for it to end, or set "
+                "ALLOW_MULTIPLE_LIBTPU_LOAD=1 in both, which does no harm where they only compile"
+            ) from error
         raise ValueError(f"XLA knows no topology {name!r}: {error}") from error
 
 

@@ -33,7 +33,7 @@ class Guard:
             )
 
 
-FAMILIES = ("act", "grad", "param", "update", "logits")  # what a plan can do without
+FAMILIES = ("act", "grad_act", "grad", "param", "update", "logits")  # what a plan can do without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,9 @@ class Plan:
             (`role:query`); empty means all.
         exclude: The same, for those that are not observed.
         without: Families of metrics that are not measured, to save what they cost (`pj.inspect` says what that is):
-            `act` (activations; their gradients are `backward`), `grad` and `update` (each layer's own: the totals stay,
-            detectors need them), `param` (norms of the parameters, and with them the update ratios), `logits`.
+            `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
+            layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
+            update ratios), `logits`.
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A
@@ -109,6 +110,8 @@ class Plan:
         for family in self.without:
             if family not in FAMILIES:
                 raise ValueError(f"Plan without names the family {family!r}; a plan can do without {FAMILIES}")
+        if "grad_act" in self.without:
+            self._set("backward", False)
         if not isinstance(self.unit, str) or not re.fullmatch(r"[a-z]+", self.unit):
             raise ValueError(f'Plan unit must be one word such as "token" or "example", got {self.unit!r}')
         if self.guard is not None and not isinstance(self.guard, Guard):

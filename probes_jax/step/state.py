@@ -81,7 +81,8 @@ class TrainState:
             rngs: A `jax.random.key`, or an integer seed.
             plan: What is measured; `pj.Plan()` by default.
             variables: Pretrained parameters: linen variables, or nnx state. None initializes them.
-            shardings: Tree of shardings for the parameters, or a rule `(path, shape) -> PartitionSpec | None`.
+            shardings: Tree of shardings for the parameters, or a rule `(path, shape) -> PartitionSpec | None`; the
+                path is the tuple of names down to the array, `("blocks", "mlp", "up", "kernel")`.
                 None: the model's own partition metadata. Parameters are initialized inside jit with them.
             wrt: What is trained: a regular expression on `a/b/kernel`, or a function of (path, array).
             microbatches: Splits axis 0 of the batch; gradients are added up before one update.

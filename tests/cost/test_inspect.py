@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import probes_jax as pj
 from benchmarks.compiled import state_for
 from probes_jax.cost.hlo import parse
+from probes_jax.cost.inspection import ALWAYS
 from probes_jax.cost.traffic import bytes_accessed, collectives
 from probes_jax.spec.layout import HEADER
 from tests.step.small import GROUPS, make_batch, make_state
@@ -42,10 +43,13 @@ def test_two_collectives_more_and_none_in_a_loop(found):
 @pytest.mark.slow
 def test_every_family_costs_what_the_program_costs_with_it(found):
     full = found.parts["full"]
-    assert set(full) == {"act", "grad_act", "grad", "param", "update", "logits"}
-    assert set(found.parts["light"]) == {"param", "logits"}
+    assert set(full) == {"act", "grad_act", "grad", "param", "update", "logits", ALWAYS}
+    assert set(found.parts["light"]) == {"param", "logits", ALWAYS}
     assert all(cost.payload > 0 and cost.series > 0 for cost in full.values())
-    assert sum(cost.payload for cost in full.values()) < found.added("full").payload
+    header = 4 * HEADER  # of the report, which each program has
+    assert sum(cost.payload for cost in full.values()) == pytest.approx(found.added("full").payload, abs=header)
+    assert found.average() == pytest.approx((99 * found.ratio("light") + found.ratio("full")) / 100)
+    assert f"memory traffic {found.average():+.2%}" in str(found)
     assert found.ratio("full") > 0 and found.ratio("light") > 0
 
 
@@ -66,8 +70,19 @@ def test_points_by_name():
     state = make_state(batch=batch)
     seen = pj.inspect(state, batch, programs=("full",), by="point", points="^head$")
     assert list(seen.parts["full"]) == ["head"]
+    assert seen.parts["full"]["head"].series > 0
     with pytest.raises(ValueError, match="no observed point; there are"):
         pj.inspect(state, batch, programs=("full",), by="point", points="nothing")
+
+
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
+def test_a_point_of_a_stack_is_left_out_in_all_layers(unrolled):
+    state, batch = abstract(scan=not unrolled)
+    seen = pj.inspect(state, batch, programs=("full",), by="point", points="query")
+    (point,) = seen.parts["full"]
+    assert point == ("block[*]/query" if unrolled else "blocks[*]/query")
+    stats = 7
+    assert seen.parts["full"][point].series >= 2 * SMALL["layers"] * stats  # act and grad_act of every layer
 
 
 def test_what_a_plan_leaves_out_is_not_measured():
@@ -79,6 +94,7 @@ def test_what_a_plan_leaves_out_is_not_measured():
     assert any(name.startswith("grad_act/") for name in names)
     assert not [name for name in names if name.startswith(("act/", "param/", "logits/", "update/head", "grad/head"))]
     assert dict(report.coverage.missing)["logits"] == "left out by Plan without"
+    assert pj.Plan(without=("grad_act",)).backward is False
     with pytest.raises(ValueError, match="can do without"):
         pj.Plan(without=("loss",))
 
@@ -129,6 +145,18 @@ def test_a_state_of_another_kind_is_refused():
 def test_a_topology_that_is_none_is_refused():
     with pytest.raises(ValueError, match="v5e:16x16"):
         pj.topology("h100")
+    with pytest.raises(ValueError, match="v5e:16x16"):
+        pj.topology("foo:8")
+
+
+def test_a_compiler_that_another_process_holds_is_said_so(monkeypatch):
+    def locked(**_):
+        raise RuntimeError("ABORTED: Internal error when accessing libtpu multi-process lockfile.")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", locked)
+    with pytest.raises(RuntimeError, match="another process"):
+        pj.topology("v5e:16x16")
 
 
 @pytest.mark.parametrize("scale", [1, 4])

@@ -39,7 +39,7 @@ OURS = {"light": "light step", "full": "full step, gradients of activations off"
 Run = Callable[[], None]
 
 
-def _statistics(x: jax.Array) -> dict[str, jax.Array]:
+def statistics(x: jax.Array) -> dict[str, jax.Array]:
     """What a full step reports of a tensor, one jnp reduction after another."""
     finite = jnp.isfinite(x)
     return {
@@ -95,7 +95,7 @@ def _plain(tx: Any, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, 
 
 def _sow(tx: Any, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
     new, opt_state, value, gradients, updates, seen = _train(tx, True, params, opt_state, batch)
-    return new, opt_state, (value, jax.tree.map(_statistics, (seen, gradients)), _norms(params, updates))
+    return new, opt_state, (value, jax.tree.map(statistics, (seen, gradients)), _norms(params, updates))
 
 
 def _trees(tx: Any, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:

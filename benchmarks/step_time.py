@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,11 +52,10 @@ def make_state(batch_size: int, length: int, config: Config) -> tuple[pj.TrainSt
     return state, jax.device_put(batch)
 
 
-def _programs(batch_size: int, length: int, config: Config) -> dict[str, Callable[[], None]]:
-    """Freshly compiled steps that keep their own state: two plain ones, light, full."""
-    state, batch = make_state(batch_size, length, config)
+def fresh_programs(state: pj.TrainState, batch: Any, programs: dict[str, str]) -> dict[str, Callable[[], None]]:
+    """Freshly compiled steps that keep their own state, by the name of each and the program that it is."""
     runs = {}
-    for name, program in (("A", "off"), ("A again", "off"), ("light", "light"), ("full", "full")):
+    for name, program in programs.items():
         # A new function object, so that jit compiles it anew: one compile is one draw.
         step = jax.jit(
             lambda s, c, b, program=program: step_program(state.settings, program, s, c, b), donate_argnums=1
@@ -73,6 +73,7 @@ def _programs(batch_size: int, length: int, config: Config) -> dict[str, Callabl
     return runs
 
 
+PROGRAMS = {"A": "off", "A again": "off", "light": "light", "full": "full"}
 TITLES = {
     "A again": "plain step against itself (A/A)",
     "light": "light step / plain step",
@@ -89,7 +90,11 @@ def measure(rounds: int = 20, compiles: int = 3) -> list[Figure]:
         ratios: dict[str, list[np.ndarray]] = {key: [] for key in TITLES}
         base = []
         for index in range(compiles):
-            taken = interleave(_programs(*shape), rounds if shape[2].width < 512 else rounds // 2, seed=index)
+            taken = interleave(
+                fresh_programs(*make_state(*shape), PROGRAMS),
+                rounds if shape[2].width < 512 else rounds // 2,
+                seed=index,
+            )
             base.append(taken["A"])
             for key, values in ratios.items():
                 values.append(taken[key] / taken["A"])

@@ -146,7 +146,10 @@ class Summary:
 
 def merge_all(summaries: Iterable[Summary]) -> Summary:
     """Merges one or more summaries."""
-    return functools.reduce(Summary.merge, summaries)
+    # Behind the barrier each is made once. XLA would pick the columns of hundreds apart in the kernel that adds them,
+    # and compile that one kernel for seconds.
+    first, *others = jax.lax.optimization_barrier(tuple(summaries))
+    return functools.reduce(Summary.merge, others, first)
 
 
 def is_summary(node: object) -> bool:

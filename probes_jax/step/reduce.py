@@ -19,6 +19,7 @@ from probes_jax.stats.manual import manual_axes, spread
 from probes_jax.stats.summary import Summary, is_summary
 
 _IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: -jnp.inf}
+_JOINED = 32  # pieces joined at once
 _MERGE = {Reduce.SUM: jnp.add, Reduce.MAX: jnp.maximum}
 Owner = dict[tuple[str, ...], jax.Array]  # row axes -> whether this device speaks for values replicated over the rest
 
@@ -71,7 +72,20 @@ def _pack(items: Sequence[Measured], reduce: Reduce, sizes: dict[str, int]) -> j
         if KINDS[item.entry.kind].width(reduce):
             rows = [_row(part, reduce, item.gather, sizes, owner) for part in item.parts]
             pieces.append(functools.reduce(_MERGE[reduce], rows))
-    return jnp.concatenate(pieces) if pieces else jnp.zeros((0,), jnp.float32)
+    return _join(pieces) if pieces else jnp.zeros((0,), jnp.float32)
+
+
+def _join(pieces: list[jax.Array]) -> jax.Array:
+    """Concatenates by groups.
+
+    XLA would make one kernel that picks from thousands of scalars, and compile that one for longer than the rest of the
+    program: the barriers keep the pieces whole, and the groups apart.
+    """
+    while len(pieces) > 1:
+        pieces = jax.lax.optimization_barrier(pieces)
+        groups = [pieces[start : start + _JOINED] for start in range(0, len(pieces), _JOINED)]
+        pieces = [jnp.concatenate(group) for group in groups]
+    return pieces[0]
 
 
 def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, *, maxima: bool = True) -> Reduced:

@@ -45,10 +45,11 @@ class Recorder:
     `record` starts one copy to the host, puts the report in a bounded queue and returns. A thread of its own reads the
     reports, on NumPy alone; the flight record and each sink have a thread each, so that one that fails or hangs holds
     up nothing else: it is counted in `health`, logged, tried again, and visible as `sys/monitor/...` in later steps.
-    When the host falls behind, P2 values go first, then P1. P0 values reach the flight record, if there is a `path`, up
-    to three caps: past `queue_size` unread reports, or 256 MiB of them, the oldest is dropped unread; past a million
-    values waiting for the file the oldest steps are dropped; past 256 MiB of file the oldest steps are overwritten. The
-    first two are counted in `health` and in `sys/monitor/dropped`, and logged.
+    When the host falls behind, P2 values go first, then P1: past `queue_size` unread reports only the P0 values of the
+    oldest wait on. P0 values reach the sinks and, if there is a `path`, the flight record, up to three caps: past 256
+    MiB unread, some hundred thousand steps, the oldest is dropped unread; past a million values waiting for one of them
+    its oldest steps are dropped; past 256 MiB of file the oldest steps are overwritten. The first two are counted in
+    `health` and in `sys/monitor/dropped`, and logged.
 
     Everything recorded is written when the context ends, also by an exception, on `close`, when the interpreter ends,
     and, in a single process, on SIGTERM (then the handler before runs). Under `jax.distributed` no signal handler is
@@ -68,7 +69,7 @@ class Recorder:
         plan: The plan of the train state.
         writer: Any CLU `MetricWriter`, instead of the event files in the run folder. It is flushed, not closed.
         sinks: Used instead of the folder's event files and store.
-        queue_size: Unread reports held at most.
+        queue_size: Unread reports held whole at most.
         flush_every: Seconds between flushes of the sinks.
         patience: Seconds without progress after which `close` leaves a hanging sink behind.
         budget: Share of the time that monitoring may cost. Above it, less and less goes to the sinks, never P0; what it

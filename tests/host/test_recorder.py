@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from probes_jax.host.read_flight import read_flight
-from probes_jax.host.recorder import RUN_AHEAD, GuardStopped, Recorder
+from probes_jax.host.recorder import Recorder
 from probes_jax.host.timed import timed
+from probes_jax.host.verdict import RUN_AHEAD, GuardStopped
 from probes_jax.host.worker import HOST_NAMES
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.layout import Layout

@@ -26,7 +26,7 @@ _HOMES = {
     "Coverage": "probes_jax.spec.coverage",
     "EventWriter": "probes_jax.host.writers.event",
     "Guard": "probes_jax.spec.plan",
-    "GuardStopped": "probes_jax.host.recorder",
+    "GuardStopped": "probes_jax.host.verdict",
     "LiveSignals": "probes_jax.present.progress",
     "Monitor": "probes_jax.step.own_loop",
     "Loss": "probes_jax.step.loss",
@@ -73,10 +73,10 @@ if TYPE_CHECKING:
     from probes_jax.cost.inspection import inspect as inspect
     from probes_jax.cost.preview import preview as preview
     from probes_jax.cost.topology import topology as topology
-    from probes_jax.host.recorder import GuardStopped as GuardStopped
     from probes_jax.host.recorder import Recorder as Recorder
     from probes_jax.host.run_folder import open_run as open_run
     from probes_jax.host.timed import timed as timed
+    from probes_jax.host.verdict import GuardStopped as GuardStopped
     from probes_jax.host.writers.event import EventWriter as EventWriter
     from probes_jax.observe.chain import chain as chain
     from probes_jax.observe.named import observe as observe

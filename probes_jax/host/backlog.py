@@ -11,7 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from probes_jax.host.thin import thin
 from probes_jax.spec.layout import Layout
+
+ITEM_BYTES = 512  # that a thinned report takes beside its buffer: objects, numbers, its place in the queue
 
 
 class Pending(NamedTuple):  # made on the training thread: a frozen dataclass takes three times as long
@@ -24,6 +27,7 @@ class Pending(NamedTuple):  # made on the training thread: a frozen dataclass ta
         record_seconds: Seconds that `record` has taken so far.
         number: How many reports were recorded up to this one.
         nbytes: Size of the buffer.
+        thinned: Whether this is what is left of a report: its P0 part.
     """
 
     buffer: Any
@@ -32,6 +36,7 @@ class Pending(NamedTuple):  # made on the training thread: a frozen dataclass ta
     record_seconds: float
     number: int
     nbytes: int
+    thinned: bool = False
 
 
 class Ticket:
@@ -65,13 +70,21 @@ Item = Pending | Ticket | object  # `STOP` is the only plain object
 
 
 class Backlog:
-    """Unread reports, bounded in number and bytes; when full, the oldest is lost and counted.
+    """Unread reports, bounded in number and bytes; when it is full, the oldest whole one is thinned to its P0 part.
+
+    A thinned report keeps its place. It no longer counts towards the number, and bytes hold some hundred thousands. A
+    report is lost where it cannot be thinned, because the device has not delivered it; and the oldest of all is when
+    P0 parts alone fill the bytes.
+
+    The queue holds numbers; what they stand for lies in two dicts. Whoever takes a number out of `_whole` first, the
+    worker to read it or a producer to thin it, has it: no lock is needed, because that is one step of the interpreter.
 
     Args:
-        capacity: Reports held at most.
-        capacity_bytes: Bytes of their buffers held at most.
+        capacity: Whole reports held at most.
+        capacity_bytes: Bytes held at most, of buffers and `ITEM_BYTES` for each report.
 
     Attributes:
+        thinned: Reports of which only the P0 part was kept.
         lost: Reports dropped unread.
         on_lost: Called for each of them.
     """
@@ -81,20 +94,27 @@ class Backlog:
             raise ValueError(f"queue_size must be at least 1 report, got {capacity}")
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[int | Ticket | object] = queue.SimpleQueue()
+        self._whole: dict[int, Pending] = {}
+        self._thin: dict[int, Pending] = {}
         self._producers = threading.Lock()  # only ever taken by threads that record
-        self._bytes_in = 0  # less what was lost; written by producers
+        self._next = 0  # number of the next report
+        self._oldest = 0  # no report with a lower number is whole
+        self._bytes_in = 0  # less what was thinned away or lost; written by producers
         self._bytes_out = 0  # written by the worker
+        self.thinned = 0
         self.lost = 0
         self.on_lost: Callable[[], None] = lambda: None
 
     def put(self, pending: Pending) -> None:
         """Adds a report; never waits for the worker."""
         with self._producers:
-            while self._is_full(pending.nbytes) and self._lose_oldest():
+            while self._is_full(pending.nbytes) and (self._thin_oldest() or self._lose_oldest()):
                 pass
             self._bytes_in += pending.nbytes
-            self._items.put(pending)
+            self._whole[self._next] = pending
+            self._items.put(self._next)
+            self._next += 1
 
     def send(self, message: Ticket | object) -> None:
         """Adds a ticket or `STOP` behind the reports. Takes no lock: safe in a signal handler."""
@@ -102,9 +122,11 @@ class Backlog:
 
     def get(self) -> Item:
         """The oldest item; waits for one."""
-        item = self._items.get()
-        if isinstance(item, Pending):
-            self._bytes_out += item.nbytes
+        while isinstance(item := self._items.get(), int):
+            pending = self._take(item)
+            if pending is not None:  # else it was lost
+                self._bytes_out += pending.nbytes
+                return pending
         return item
 
     @property
@@ -114,27 +136,68 @@ class Backlog:
     @property
     def pressure(self) -> float:
         """How full it is: 0 is empty, 1 is full."""
-        held = (self._bytes_in - self._bytes_out) / self._capacity_bytes
-        return max(self._items.qsize() / self._capacity, held)
+        return max(len(self._whole) / self._capacity, self._held / self._capacity_bytes)
+
+    @property
+    def _held(self) -> int:
+        return self._bytes_in - self._bytes_out + ITEM_BYTES * self._items.qsize()
 
     def _is_full(self, nbytes: int) -> bool:
-        held = self._bytes_in - self._bytes_out
-        return self._items.qsize() >= self._capacity or (held > 0 and held + nbytes > self._capacity_bytes)
+        held = self._held
+        return len(self._whole) >= self._capacity or (held > 0 and held + nbytes + ITEM_BYTES > self._capacity_bytes)
+
+    def _take(self, number: int) -> Pending | None:
+        whole = self._whole.pop(number, None)
+        return self._thin.pop(number, None) if whole is None else whole
+
+    def _thin_oldest(self) -> bool:
+        """Thins the oldest whole report, or loses it where that cannot be done; whether there was one."""
+        while self._oldest < self._next:
+            number = self._oldest
+            self._oldest += 1
+            whole = self._whole.get(number)
+            if whole is not None and self._replace(number, whole):
+                return True
+        return False
+
+    def _replace(self, number: int, whole: Pending) -> bool:
+        """Whether the worker did not take the report meanwhile."""
+        part = thin(whole.buffer, whole.layout)
+        if part is not None:  # there before the whole one is gone
+            self._thin[number] = whole._replace(
+                buffer=part.buffer, layout=part.layout, nbytes=part.buffer.nbytes, thinned=True
+            )
+        if self._whole.pop(number, None) is None:
+            self._thin.pop(number, None)
+            return False
+        self._bytes_in -= whole.nbytes
+        if part is None:
+            self._count_lost()
+        else:
+            self._bytes_in += part.buffer.nbytes
+            self.thinned += 1
+        return True
 
     def _lose_oldest(self) -> bool:
-        messages, dropped = [], False
+        """Takes the oldest report out of the queue; whether there was one."""
+        messages, number = [], None
         try:
-            while not dropped:
+            while number is None:
                 item = self._items.get_nowait()
-                if isinstance(item, Pending):
-                    self._bytes_in -= item.nbytes
-                    self.lost += 1
-                    self.on_lost()
-                    dropped = True
+                if isinstance(item, int):
+                    number = item
                 else:
                     messages.append(item)
         except queue.Empty:
             pass
         for message in messages:  # now behind more reports than before: they promise no less
             self._items.put(message)
-        return dropped
+        if number is not None and (pending := self._take(number)) is not None:
+            self._bytes_in -= pending.nbytes
+            self.thinned -= pending.thinned
+            self._count_lost()
+        return number is not None
+
+    def _count_lost(self) -> None:
+        self.lost += 1
+        self.on_lost()

@@ -38,7 +38,8 @@ class Health:
     Attributes:
         recorded: Reports that `record` took.
         read: Steps read from them.
-        lost: Reports dropped unread: the host was a whole queue behind.
+        lost: Reports dropped unread: the host was a whole queue behind, and not even their P0 values could be kept.
+        thinned: Reports of which only the P0 values were kept: the host was a whole queue behind.
         passed_over: Steps that the sinks did not get in full, because many reports were waiting to be read.
         shed: Steps of which the recorder's budget left something out.
         refused: Reports or steps not taken: a step that was not above the last, a buffer split over processes.
@@ -51,6 +52,7 @@ class Health:
     recorded: int = 0
     read: int = 0
     lost: int = 0
+    thinned: int = 0
     passed_over: int = 0
     shed: int = 0
     refused: int = 0
@@ -62,7 +64,7 @@ class Health:
     @property
     def ok(self) -> bool:
         """Whether everything recorded so far was read, and nothing dropped, left out, thinned, refused or failed."""
-        trouble = self.lost or self.passed_over or self.shed or self.refused or self.failed
+        trouble = self.lost or self.thinned or self.passed_over or self.shed or self.refused or self.failed
         return not trouble and not any(s.dropped or s.thinned or s.failed for s in self.sinks.values())
 
 

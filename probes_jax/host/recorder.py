@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import threading
 import time
 import weakref
@@ -16,13 +15,15 @@ import numpy as np
 from probes_jax.host import shutdown
 from probes_jax.host.announce import announce
 from probes_jax.host.backlog import Backlog, Pending
+from probes_jax.host.buffer import checked_nbytes, is_far, local, parts
 from probes_jax.host.drain import Drain
-from probes_jax.host.health import Health, log
+from probes_jax.host.health import Health
 from probes_jax.host.outlets import Outlets
 from probes_jax.host.process import is_distributed, process_count, process_index
 from probes_jax.host.sink import Sink
 from probes_jax.host.timed import take_wait
 from probes_jax.host.upkeep import Upkeep
+from probes_jax.host.verdict import Verdict
 from probes_jax.host.worker import Worker
 from probes_jax.spec import check
 from probes_jax.spec.coverage import Coverage
@@ -31,12 +32,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
 from probes_jax.spec.report import PackedReport
 
-RUN_AHEAD = 16  # reports
 _CAPACITY_BYTES = 256 << 20  # of unread reports
-
-
-class GuardStopped(RuntimeError):
-    """The guard has skipped too many updates in a row: the run does not learn any more."""
 
 
 class Recorder:
@@ -45,10 +41,11 @@ class Recorder:
     `record` starts one copy to the host, puts the report in a bounded queue and returns. A thread of its own reads the
     reports, on NumPy alone; the flight record and each sink have a thread each, so that one that fails or hangs holds
     up nothing else: it is counted in `health`, logged, tried again, and visible as `sys/monitor/...` in later steps.
-    When the host falls behind, P2 values go first, then P1. P0 values reach the flight record, if there is a `path`, up
-    to three caps: past `queue_size` unread reports, or 256 MiB of them, the oldest is dropped unread; past a million
-    values waiting for the file the oldest steps are dropped; past 256 MiB of file the oldest steps are overwritten. The
-    first two are counted in `health` and in `sys/monitor/dropped`, and logged.
+    When the host falls behind, P2 values go first, then P1: past `queue_size` unread reports only the P0 values of the
+    oldest wait on. P0 values reach the sinks and, if there is a `path`, the flight record, up to three caps: past 256
+    MiB unread, some hundred thousand steps, the oldest is dropped unread; past a million values waiting for one of them
+    its oldest steps are dropped; past 256 MiB of file the oldest steps are overwritten. The first two are counted in
+    `health` and in `sys/monitor/dropped`, and logged.
 
     Everything recorded is written when the context ends, also by an exception, on `close`, when the interpreter ends,
     and, in a single process, on SIGTERM (then the handler before runs). Under `jax.distributed` no signal handler is
@@ -68,7 +65,7 @@ class Recorder:
         plan: The plan of the train state.
         writer: Any CLU `MetricWriter`, instead of the event files in the run folder. It is flushed, not closed.
         sinks: Used instead of the folder's event files and store.
-        queue_size: Unread reports held at most.
+        queue_size: Unread reports held whole at most.
         flush_every: Seconds between flushes of the sinks.
         patience: Seconds without progress after which `close` leaves a hanging sink behind.
         budget: Share of the time that monitoring may cost. Above it, less and less goes to the sinks, never P0; what it
@@ -122,18 +119,17 @@ class Recorder:
         self._announced: set[Layout] = set()
         self._last: tuple[Any, Any, Any, int] = (None, None, None, 0)  # layout, class, type, bytes of a checked buffer
         self._guarded = plan is not None and plan.guard is not None
+        self._verdict = Verdict()
         self._budget = budget
         self._clock = clock
         self._patience = patience
         self._process_index = process_index
         self._is_far: bool | None = None  # whether reports must be copied to the host; known at the first one
         self._numbers = itertools.count(1)
-        self._acknowledged = 0  # reports known to be read; counted only with a guard
         self._worker: Worker | None = None  # made at the first report
         self._drain: Drain | None = None
         self._distributed = False  # known at the first report
         self._closed = False
-        self._gave_up = False  # GuardStopped was raised, or logged
         self._starting = threading.Lock()
 
     def record(self, report: PackedReport) -> None:
@@ -151,7 +147,7 @@ class Recorder:
             GuardStopped: The guard gave up 16 reports ago.
         """
         start = time.perf_counter()
-        buffer, layout = _parts(report)
+        buffer, layout = parts(report)
         if not layout.entries:
             return
         if self._closed:
@@ -163,18 +159,18 @@ class Recorder:
                 self._announced.add(layout)
                 announce(report, self._plan)
                 self._describe(report)
-            nbytes = _checked_nbytes(buffer, layout)
+            nbytes = checked_nbytes(buffer, layout)
             if hasattr(buffer, "aval"):  # of a NumPy array there is nothing that is cheaper to ask for
                 self._last = (layout, type(buffer), buffer.aval, nbytes)
         worker = self._worker or self._start()
         if self._distributed:
-            buffer = _local(buffer)
+            buffer = local(buffer)
             if buffer is None:
                 worker.refuse("a report split over several processes was not recorded: its buffer must be replicated")
                 return
         if not isinstance(buffer, np.ndarray):
             if self._is_far is None:
-                self._is_far = _is_far(buffer)
+                self._is_far = is_far(buffer)
             if self._is_far:
                 buffer.copy_to_host_async()
         number = next(self._numbers)
@@ -183,7 +179,7 @@ class Recorder:
         worker.recorded = number
         worker.record_seconds += seconds
         if self._guarded:
-            self._stay_close(worker, number)
+            self._verdict.stay_close(worker, number)
 
     @property
     def latest(self) -> Readings | None:
@@ -212,7 +208,7 @@ class Recorder:
         That the guard gave up is logged here, if `record` has not raised it.
         """
         self._end()
-        self._say_stopped()
+        self._verdict.log_now(self._worker)
 
     def __enter__(self) -> Recorder:
         return self
@@ -220,8 +216,8 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._end()
         if kind is None:
-            self._raise_stopped()
-        self._say_stopped()
+            self._verdict.raise_now(self._worker)
+        self._verdict.log_now(self._worker)
 
     def _describe(self, report: PackedReport) -> None:
         coverage = getattr(report, "coverage", None)
@@ -232,18 +228,6 @@ class Recorder:
         self._closed = True
         if self._drain is not None:
             self._drain.close()
-
-    def _raise_stopped(self) -> None:
-        stopped_at = None if self._worker is None else self._worker.stopped_at
-        if stopped_at is not None and not self._gave_up:
-            self._gave_up = True
-            raise GuardStopped(_why(stopped_at))
-
-    def _say_stopped(self) -> None:
-        stopped_at = None if self._worker is None else self._worker.stopped_at
-        if stopped_at is not None and not self._gave_up:
-            self._gave_up = True
-            log.error(_why(stopped_at))
 
     def _start(self) -> Worker:
         """At the first report JAX, if it made it, knows which process this is."""
@@ -261,67 +245,3 @@ class Recorder:
                 worker.start()
                 self._worker = worker
             return self._worker
-
-    def _stay_close(self, worker: Worker, number: int) -> None:
-        """Waits until all but the last 16 reports are read, and looks at the oldest of them for the guard's verdict."""
-        stopped_at = None
-        while self._acknowledged < number - RUN_AHEAD and not worker.finished:
-            try:
-                stopped_at = worker.acknowledged.get(timeout=1.0)
-            except queue.Empty:
-                continue
-            self._acknowledged += 1
-        if stopped_at is not None:
-            self._gave_up = True
-            raise GuardStopped(_why(stopped_at))
-
-
-def _why(stopped_at: int) -> str:
-    return (
-        f"the guard gave up at step {stopped_at}: it skipped Guard.max_consecutive updates in a row and never "
-        "accepts a bad one. Go back to a checkpoint before the trouble, with a lower learning rate or past "
-        "the data that caused it; alert/guard/... and the flight record say when it began"
-    )
-
-
-def _parts(report: PackedReport) -> tuple[Any, Layout]:
-    try:
-        return report.buffer, report.layout
-    except AttributeError:
-        what = type(report).__name__
-        raise TypeError(f"record() needs the report that monitored_train_step returns, got {what}") from None
-
-
-_UINT32 = np.dtype(np.uint32)
-
-
-def _checked_nbytes(buffer: Any, layout: Layout) -> int:
-    """Size of a buffer that fits its layout. Asks each property once: they cost microseconds on a device array."""
-    if not isinstance(buffer, np.ndarray) and not hasattr(buffer, "copy_to_host_async"):
-        raise TypeError(
-            f"report buffer must be a device array or a NumPy array, got {type(buffer).__name__}; inside a jitted "
-            "function there is only a tracer: call record() with the report that the function returns"
-        )
-    shape, dtype = buffer.shape, buffer.dtype
-    if len(shape) not in (1, 2) or shape[-1] != layout.size or dtype != _UINT32:
-        raise ValueError(
-            f"report buffer must be uint32 [{layout.size}] or [T, {layout.size}], got {dtype} {list(shape)}; "
-            "is the layout that of another program?"
-        )
-    return 4 * layout.size * (shape[0] if len(shape) == 2 else 1)
-
-
-def _is_far(buffer: Any) -> bool:
-    """Whether a device array lies outside of the host's memory.
-
-    On CPU it does not, and asking for a copy there takes as long as all the rest of `record`.
-    """
-    devices = getattr(buffer, "devices", None)
-    return devices is None or any(device.platform != "cpu" for device in devices())
-
-
-def _local(buffer: Any) -> Any:
-    """The part of a buffer of a multi-process job that this process can read, if that is all of it; else None."""
-    if isinstance(buffer, np.ndarray) or buffer.is_fully_addressable:
-        return buffer
-    return buffer.addressable_data(0) if buffer.is_fully_replicated else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Callable
@@ -12,48 +11,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from probes_jax.host.damage import Damage
+from probes_jax.host.entries import Entries, SeriesEntry
 from probes_jax.host.flights import find_lacking, flight_tail
+from probes_jax.host.joined import Rows, Source, join
 from probes_jax.host.outlets import flight_path
 from probes_jax.host.read_flight import FlightStep, last_flight_step, read_flight
 from probes_jax.host.run_folder import FORMAT, RunFolder, is_url, runs_in
-from probes_jax.host.series_block import absent, decode
-from probes_jax.host.store import SeriesArrays, Store
-from probes_jax.spec.coverage import Coverage
+from probes_jax.host.series_block import decode
+from probes_jax.host.store import Store
 from probes_jax.spec.derive import derive
 
 _T = TypeVar("_T")
 _PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
 _MOST = 20  # runs that are listed where a folder holds more
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    """One session of the run.
-
-    Attributes:
-        key: Its number as in the keys.
-        end: Steps from this one on were done again by a later attempt; None when none were.
-        entry: What the session wrote about itself.
-    """
-
-    key: str
-    end: int | None
-    entry: dict[str, Any]
-
-    def superseded(self, step: int) -> bool:
-        return self.end is not None and step >= self.end
-
-
-@dataclasses.dataclass(frozen=True)
-class _Series:
-    attempt: str
-    program: str
-    columns: str
-    path: str
-
-
-def _stem(key: str) -> str:
-    return key.rsplit("/", 1)[1].removesuffix(".json")
 
 
 def _candidates(names: tuple[str, ...], worst: str) -> dict[str, str]:
@@ -99,8 +69,9 @@ class Run:
         self.folder = RunFolder(path)
         self._store = Store(path, context)
         self._damage = Damage(self.folder.root)
+        self._entries = Entries(self._store, self._damage)
         try:
-            about = self._store.read("entries/run.json")
+            about = self._entries.about()
         except ValueError as error:
             raise ValueError(
                 f"run {path!r}: entries/run.json is damaged ({error}); put it back from a copy of the run, or write "
@@ -115,11 +86,12 @@ class Run:
         if found != FORMAT:
             raise ValueError(f"run {path!r} has format {found}, this version reads {FORMAT}; use a newer one")
         self._about = about
-        self._columns = functools.lru_cache(maxsize=None)(self._read_columns)
 
     def names(self) -> list[str]:
         """Names of all metrics that have a series, in the order of their columns."""
-        return list(dict.fromkeys(name for series in self._all_series() for name in self._columns(series.columns)))
+        return list(
+            dict.fromkeys(name for series in self._entries.series() for name in self._entries.columns(series.columns))
+        )
 
     def damaged(self) -> list[str]:
         """What could not be read so far, and why; empty when nothing was damaged."""
@@ -157,7 +129,7 @@ class Run:
         """
         rules: dict[str, str] = {}
         for series in self._holding(name):
-            rules |= _candidates(tuple(self._columns(series.columns)), name)
+            rules |= _candidates(tuple(self._entries.columns(series.columns)), name)
         if not rules:
             raise KeyError(f"{name!r} is not the worst of other metrics, so nothing is behind it")
         steps, _, stored = self._joined(name, list(rules.values()), raw=False)
@@ -173,30 +145,18 @@ class Run:
         """What happened, in order: `attempt`, `step`, `time`, `kind`, `payload`, and `superseded` for what belongs
         to steps that were done again.
         """
-        out = []
-        attempts = {attempt.key: attempt for attempt in self._attempts()}
-        for key in self._keys("entries/events/", "all events"):
-            event, attempt = self._entry(key, "an event"), attempts.get(key.split("/")[2])
-            if event is not None:
-                superseded = attempt is not None and attempt.superseded(event["step"])
-                out.append({"attempt": int(key.split("/")[2]), **event, "superseded": superseded})
+        out, attempts = [], {attempt.key: attempt for attempt in self._entries.attempts()}
+        for number, event in self._entries.events():
+            attempt = attempts.get(number)
+            superseded = attempt is not None and attempt.superseded(event["step"])
+            out.append({"attempt": int(number), **event, "superseded": superseded})
         return out
 
     def coverage(self) -> list[dict[str, Any]]:
         """What could be measured and what could not: `attempt`, `program`, `layout` and `coverage` (`pj.Coverage`) of
         every program of every attempt, in order. Empty for a run that holds none.
         """
-        out, what = [], "what of a program was seen"
-        for key in self._keys("entries/coverage/", what):
-            entry = self._entry(key, what)
-            if entry is None:
-                continue
-            try:
-                found = {"attempt": int(key.split("/")[2]), "program": entry["program"], "layout": entry["layout"]}
-                out.append(found | {"coverage": Coverage.from_json(entry)})
-            except (KeyError, TypeError, ValueError) as error:
-                self._damage.note(key, what, error)
-        return out
+        return self._entries.coverage()
 
     def flight(self, process: int = 0) -> list[FlightStep]:
         """The P0 signals of every step, as process `process` wrote them down within a second; empty without a record.
@@ -242,104 +202,30 @@ class Run:
 
     def manifest(self) -> dict[str, Any]:
         """Format, creation time, attempts with their plans, series, names, and the registry's entries behind them."""
-        series = self._all_series()
+        series = self._entries.series()
         metrics: dict[str, Any] = {}
         for columns in dict.fromkeys(s.columns for s in series):
-            metrics |= self._columns_entry(columns).get("metrics", {})
+            metrics |= self._entries.metrics(columns)
         return {
             **self._about,
-            "attempts": [{"attempt": int(a.key), **a.entry} for a in self._attempts()],
+            "attempts": [{"attempt": int(a.key), **a.entry} for a in self._entries.attempts()],
             "series": [dataclasses.asdict(s) for s in series],
             "names": self.names(),
             "metrics": metrics,
         }
 
-    def _attempts(self) -> list[_Attempt]:
-        """Attempts in order; one ends where the earliest step of any later one begins."""
-        out: list[_Attempt] = []
-        end: int | None = None
-        for key in reversed(self._keys("entries/attempts/", "all attempts")):
-            if not _stem(key).isdecimal():
-                continue  # somebody's own file
-            entry = self._entry(key, "the plan and the first step of an attempt") or {}
-            out.append(_Attempt(_stem(key), end, entry))
-            first = entry.get("first_step")
-            end = first if end is None else end if first is None else min(end, first)
-        return out[::-1]
-
-    def _all_series(self) -> list[_Series]:
-        keys = self._keys("entries/series/", "all series")
-        read = [(key.split("/")[2], self._entry(key, "a series")) for key in keys]
-        known = [field.name for field in dataclasses.fields(_Series)[1:]]
-        return [_Series(attempt, *(entry[name] for name in known)) for attempt, entry in read if entry is not None]
-
-    def _keys(self, prefix: str, what: str) -> list[str]:
-        """Keys of entries, sorted; none, and a note, where a file stands in the folder's place."""
-        try:
-            return self._store.keys(prefix)
-        except ValueError as error:  # tensorstore's, for everything
-            self._damage.note(prefix, what, error)
-            return []
-
-    def _entry(self, key: str, what: str) -> dict[str, Any] | None:
-        """A JSON entry that is there; None, and a note, if it is damaged."""
-        try:
-            return dict(self._store.read(key))
-        except (ValueError, TypeError) as error:
-            self._damage.note(key, what, error)
-            return None
-
-    def _columns_entry(self, key: str) -> dict[str, Any]:
-        return self._entry(f"entries/columns/{key}.json", "every series with these columns") or {}
-
-    def _read_columns(self, key: str) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self._columns_entry(key).get("names", ()))}
-
-    def _holding(self, name: str) -> list[_Series]:
-        found = [series for series in self._all_series() if name in self._columns(series.columns)]
+    def _holding(self, name: str) -> list[SeriesEntry]:
+        found = [series for series in self._entries.series() if name in self._entries.columns(series.columns)]
         if not found:
             raise KeyError(f"run {self.folder.root!r} has no series {name!r}; names() lists what it has")
         return found
 
-    def _joined(self, name: str, wanted: list[str], raw: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Steps, wall times and stored values `[T, len(wanted)]` of the rows that have `name`, over all series."""
-        ends = {attempt.key: attempt.end for attempt in self._attempts()}
-        parts = [(np.zeros(0, np.int64), np.zeros(0), absent((0, len(wanted))), np.zeros(0, np.int64))]
+    def _joined(self, name: str, wanted: list[str], raw: bool) -> Rows:
+        """The `wanted` values of the rows that have `name`, over all series."""
+        ends = {} if raw else {attempt.key: attempt.end for attempt in self._entries.attempts()}
+        sources = []
         for series in self._holding(name):
-            columns = self._columns(series.columns)
-            at = [columns.get(other) for other in wanted]
-            for steps, times, values in self._read(series, [i for i in at if i is not None]):
-                full = absent((steps.size, len(wanted)))
-                full[:, [i for i, c in enumerate(at) if c is not None]] = values
-                end = ends.get(series.attempt)
-                keep = np.ones(steps.size, bool) if raw or end is None else steps < end
-                parts.append((steps[keep], times[keep], full[keep], np.full(int(keep.sum()), int(series.attempt))))
-        steps, times, values, attempt = (np.concatenate(part) for part in zip(*parts))
-        order = np.lexsort((times, attempt)) if raw else np.lexsort((times, attempt, steps))
-        steps, times, values = steps[order], times[order], values[order]
-        if not raw and steps.size:
-            last = np.append(steps[1:] != steps[:-1], True)
-            steps, times, values = steps[last], times[last], values[last]
-        return steps, times, values
-
-    def _read(self, series: _Series, columns: list[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """The rows of a series; where some are damaged, those of every block that is not."""
-        try:
-            arrays = SeriesArrays(self._store, series.path)
-        except ValueError as error:  # tensorstore's, for everything
-            self._damage.note(series.path, "the whole series", error)
-            return []
-        blocks = arrays.blocks()
-        try:
-            return [arrays.read(columns, 0, blocks[-1][1])] if blocks else []
-        except ValueError as error:
-            failure = error
-        found = []
-        for first, end in blocks:
-            try:
-                found.append(arrays.read(columns, first, end))
-            except ValueError:
-                continue
-        lost = f"{len(blocks) - len(found)} of its {len(blocks)} blocks of steps"
-        self._damage.note(series.path, lost, failure)
-        return found
+            columns = self._entries.columns(series.columns)
+            end = ends.get(series.attempt)
+            sources.append(Source(series.path, int(series.attempt), end, tuple(columns.get(n) for n in wanted)))
+        return join(self._store, self._damage, sources, len(wanted), raw)

@@ -29,8 +29,8 @@ HOST_NAMES = (
 )
 STOPPED = "alert/guard/stopped"
 FLIGHT = "flight"
-_P0_PRESSURE = 0.25  # so full is the backlog that full reports give the sinks only their P0 values
-_FLIGHT_PRESSURE = 0.5  # so full is it that only the flight record gets a report
+_FULL_PRESSURE = 0.25  # so full is the backlog that full reports give the sinks only their P0 values
+_P0_PRESSURE = 0.5  # so full is it that all reports do
 
 
 def _always() -> bool:
@@ -120,6 +120,7 @@ class Worker:
             recorded=self.recorded,
             read=self.read,
             lost=self.backlog.lost,
+            thinned=self.backlog.thinned,
             passed_over=self._passed_over,
             shed=self._shed,
             refused=self.refused,
@@ -189,7 +190,7 @@ class Worker:
                 times = item.record_seconds, item.data_wait
                 upkeep = self._look_at_cost(readings, arrived_at if alone else None)
             values = (item.number, dropped, failed, *times, self.backlog.waiting, self._bytes, *upkeep)
-            self._deliver(readings.extended(HOST_NAMES, values, wall_time), pressure)
+            self._deliver(readings.extended(HOST_NAMES, values, wall_time), pressure, item.thinned)
 
     def _look_at_cost(self, readings: Readings, arrived_at: float | None) -> tuple[float | None, ...]:
         threads = self._cpu() + sum(delivery.cpu_seconds for delivery in self.deliveries)
@@ -198,10 +199,10 @@ class Worker:
     def _troubles(self) -> tuple[int, int]:
         """(records that somebody did not get in full, calls of a sink that raised) so far."""
         sinks = [delivery.health for delivery in self.deliveries]
-        unread = self.backlog.lost + self.refused + self.failed + self._passed_over
+        unread = self.backlog.lost + self.backlog.thinned + self.refused + self.failed + self._passed_over
         return unread + sum(s.dropped + s.thinned for s in sinks), sum(s.failed for s in sinks)
 
-    def _deliver(self, readings: Readings, pressure: float) -> None:
+    def _deliver(self, readings: Readings, pressure: float, thinned: bool) -> None:
         if readings.step <= self._last_step:
             self.refuse(
                 f"step {readings.step} came after step {self._last_step} and was not recorded; "
@@ -216,11 +217,9 @@ class Worker:
         alerts = shed(readings, Priority.P0)
         if self._flight is not None:
             self._flight.put(alerts)
-        if pressure > _FLIGHT_PRESSURE:
-            self._passed_over += 1
-            return
-        if pressure > _P0_PRESSURE and readings.program == "full":
-            self._passed_over += 1
+        late = pressure > (_FULL_PRESSURE if readings.program == "full" else _P0_PRESSURE)
+        if late or thinned:
+            self._passed_over += not thinned  # the backlog counts what it thinned
             readings = alerts
         lighter = self._upkeep.lighten(readings)
         self._shed += lighter is not readings

@@ -20,7 +20,9 @@ class ChainState(NamedTuple):
     """State of a chain."""
 
     stamp: jax.Array  # uint32 []: updates done. Inside optax.MultiSteps it stands still between two of them
-    learning_rate: jax.Array | None  # float32 []: used by the last update, NO_RATE before; None: no scaling stage
+    learning_rate: (
+        jax.Array | None
+    )  # float32 []: used by the last update, NO_RATE before; None: no scaling stage, or nothing to scale
     stages: tuple[Any, ...]  # the state of each stage, in order
 
 
@@ -80,7 +82,7 @@ def chain(*stages: tuple[str, Transformation]) -> Chain:
     scalings = _rate_stages(named)
 
     def init(params: optax.Params) -> ChainState:
-        rate = jnp.full((), NO_RATE, jnp.float32) if scalings else None
+        rate = jnp.full((), NO_RATE, jnp.float32) if scalings and not is_blank(params) else None
         return ChainState(jnp.zeros((), jnp.uint32), rate, tuple(stage.init(params) for stage in named))
 
     def update(
@@ -89,7 +91,7 @@ def chain(*stages: tuple[str, Transformation]) -> Chain:
         _check_state(state, names)
         # Before the stages run: the count that this update's schedule sees.
         factors = [jnp.abs(scale_factor(named[index], state.stages[index], extra_args)) for index in scalings]
-        rate = math.prod(factors[1:], start=factors[0]) if factors else None
+        rate = None if state.learning_rate is None else math.prod(factors[1:], start=factors[0])
         after = []
         for stage, inner in zip(named, state.stages, strict=True):
             updates, inner = stage.update(updates, inner, params, **extra_args)
@@ -97,6 +99,16 @@ def chain(*stages: tuple[str, Transformation]) -> Chain:
         return updates, ChainState(state.stamp + jnp.uint32(1), rate, tuple(after))
 
     return Chain(init, update, named, scalings)
+
+
+def is_blank(params: Any) -> bool:
+    """Whether these are the parameters of a group of `optax.partition` that no parameter belongs to."""
+    leaves = jax.tree.leaves(params, is_leaf=_is_masked)
+    return bool(leaves) and all(map(_is_masked, leaves))
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _check_stage(index: int, stage: Any) -> Stage:

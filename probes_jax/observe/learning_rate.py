@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path
 
-from probes_jax.observe.chain import ChainState
+from probes_jax.observe.chain import ChainState, is_blank
 
 _FORBIDDEN = re.compile(r"[/\[\]{}\s]")  # no part of a metric's name may hold these
 _ABSENT = (
@@ -73,7 +73,9 @@ class RateProbe:
 def find_learning_rate(state: Any) -> tuple[RateProbe | None, str]:
     """Looks for the learning rate in an optimizer state: in a `ChainState` or an `optax.inject_hyperparams` state.
 
-    Both are found at any depth: inside `optax.MultiSteps`, `masked`, `multi_transform`, `apply_if_finite`.
+    Both are found at any depth: inside `optax.MultiSteps`, `masked`, `multi_transform`, `apply_if_finite`. A group that
+    no parameter belongs to has no rate; of `inject_hyperparams` that shows only where something is kept for each
+    parameter (Adam, momentum).
 
     Args:
         state: Optimizer state, of arrays or of `jax.ShapeDtypeStruct`.
@@ -129,9 +131,19 @@ def _holds_rate(node: Any) -> bool:
     if isinstance(node, ChainState):
         return node.learning_rate is not None
     values = getattr(node, "hyperparams", None)  # optax's two states of inject_hyperparams, told by their fields
-    if not isinstance(values, Mapping) or not hasattr(node, "count"):
+    if not isinstance(values, Mapping) or not hasattr(node, "count") or not _has_parameters(node.inner_state):
         return False
     return "learning_rate" in values and getattr(values["learning_rate"], "shape", ()) == ()
+
+
+def _has_parameters(inner_state: Any) -> bool:
+    """Whether something is kept for a parameter, or nothing is for any: then nobody can tell."""
+    trees = [node for node in jax.tree.leaves(inner_state, is_leaf=_is_tree) if _is_tree(node)]
+    return not trees or not all(map(is_blank, trees))
+
+
+def _is_tree(node: Any) -> bool:
+    return isinstance(node, Mapping)
 
 
 def _value(node: Any) -> jax.Array:

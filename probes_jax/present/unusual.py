@@ -150,14 +150,18 @@ def _monitor(run: History) -> Iterator[Unusual]:
 def _budget(run: History) -> Iterator[Unusual]:
     """What the recorder left out to keep its budget, and scans above it."""
     events = run.events()
-    shed = [event for event in events if event["kind"] == SHED]
+    shed = _telling(events, SHED, "what")
     if shed:
         detail = f"{shed[-1]['payload']['what']} since then"
         yield Unusual("recorder over its budget, or back in it,", tuple(event["step"] for event in shed), detail)
-    for event in events:
-        if event["kind"] == SCANS:
-            cost, every = event["payload"]["share"], event["payload"]["scan_every"]
-            yield Unusual(f"scans add {cost:.2g} of a step's time", (event["step"],), f"scan_every={every} would do")
+    for event in _telling(events, SCANS, "share", "scan_every"):
+        cost, every = event["payload"]["share"], event["payload"]["scan_every"]
+        yield Unusual(f"scans add {cost:.2g} of a step's time", (event["step"],), f"scan_every={every} would do")
+
+
+def _telling(events: list[dict], kind: str, *keys: str) -> list[dict]:
+    """The events of a kind that say this; somebody else may write events of any kind."""
+    return [event for event in events if event["kind"] == kind and event["payload"].keys() >= {*keys}]
 
 
 def _missing_steps(run: History) -> Iterator[Unusual]:

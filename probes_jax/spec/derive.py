@@ -26,6 +26,7 @@ class Derived:
     """Derived names of one layout and how to compute them from the measured columns."""
 
     names: tuple[str, ...]
+    measured: int  # number of measured columns
     shares: np.ndarray  # columns of per-layer gradient norms
     ratios: np.ndarray  # [n, 2]: column of the update norm, column of the parameter norm
     ratio_names: tuple[str, ...]
@@ -54,6 +55,16 @@ class Derived:
                 which[name] = labels[best]
         return np.concatenate(out), np.concatenate(seen), which
 
+    def sources(self, name: str) -> set[int]:
+        """Measured columns that a derived metric is made of."""
+        if name in self.ratio_names:
+            return set(self.ratios[self.ratio_names.index(name)].tolist())
+        for worst, columns, _ in self.worst:
+            if worst == name:
+                measured = columns < self.measured
+                return {*columns[measured].tolist(), *self.ratios[columns[~measured] - self.measured].ravel().tolist()}
+        return set(self.shares.tolist())  # a share is one of the whole
+
 
 def _strip(name: str) -> str:
     return name.rsplit("/", 1)[0]
@@ -80,6 +91,7 @@ def derive(names: tuple[str, ...]) -> Derived:
             worst.append((target, np.array(found), labels))
     return Derived(
         names=shares + tuple(ratio_names) + tuple(name for name, _, _ in worst),
+        measured=len(names),
         shares=np.array([column[name] for name in layers], dtype=np.intp),
         ratios=np.array(pairs, dtype=np.intp).reshape(-1, 2),
         ratio_names=tuple(ratio_names),

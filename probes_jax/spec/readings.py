@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -106,6 +106,13 @@ class Decoder:
             seen: set[str] = set()
             twice = next(name for name in self.names if name in seen or seen.add(name))
             raise ValueError(f"two metrics of one report share the name {twice!r}; rename one of the modules or groups")
+
+    def measured_for(self, names: Iterable[str]) -> set[str]:
+        """The measured metrics that these metrics of the layout are, or are derived from."""
+        derived, found = set(self._derived.names), set()
+        for name in names:
+            found |= {self._measured[c] for c in self._derived.sources(name)} if name in derived else {name}
+        return found
 
     def decode(self, buffer: np.ndarray) -> Readings | None:
         """Readings of one buffer `[size]` of uint32, or None when no program ran on that step (stacked reports)."""

@@ -67,21 +67,31 @@ def check_loss_fn(loss_fn: Any) -> None:
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (model, batch, rngs) -> pj.Loss, got {loss_fn!r}")
-    refused = ""
+    called, refused = _inside_transforms(loss_fn), ""
     for follow in (True, False):  # a decorator may take what its function does not
         try:
-            signature = inspect.signature(loss_fn, follow_wrapped=follow)
+            signature = inspect.signature(called, follow_wrapped=follow)
         except ValueError:  # what is not written in Python need not have one
             return
         try:
             signature.bind(*("model", "batch", "rngs"))
             return
         except TypeError as error:
-            refused = refused or f"{getattr(loss_fn, '__name__', 'it')}{signature} does not ({error})"
+            refused = refused or f"{getattr(called, '__name__', 'it')}{signature} does not ({error})"
     raise TypeError(
         f"loss_fn must take three arguments, loss_fn(model, batch, rngs), and {refused}; write def loss_fn(model, "
         "batch, rngs), also where rngs is not used, and fill in others with functools.partial"
     )
+
+
+def _inside_transforms(loss_fn: Any) -> Any:
+    """The function that JAX's and Flax's transforms around it call: they pass on what they get."""
+    while hasattr(loss_fn, "__wrapped__"):
+        home = getattr(loss_fn, "__globals__", {}).get("__name__") or type(loss_fn).__module__
+        if home.partition(".")[0] not in ("jax", "jaxlib", "flax"):
+            break
+        loss_fn = loss_fn.__wrapped__
+    return loss_fn
 
 
 def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:

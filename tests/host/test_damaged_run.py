@@ -10,6 +10,8 @@ from probes_jax.host.damage import DamagedRun
 from probes_jax.host.run_folder import open_run
 from probes_jax.host.store_sink import StoreSink
 from probes_jax.present.cli import main
+from probes_jax.spec.coverage import Coverage
+from probes_jax.spec.layout import Layout
 from probes_jax.spec.readings import Readings
 
 LIGHT, FULL = ("loss/mean", "grad/norm"), ("loss/mean", "act/a/rms")
@@ -19,6 +21,7 @@ LIGHT, FULL = ("loss/mean", "grad/norm"), ("loss/mean", "act/a/rms")
 def folder(tmp_path):
     """Twelve steps: every third in a series of its own, blocks of four rows."""
     sink = StoreSink(tmp_path, rows=4)
+    sink.describe(Layout("light", ()), Coverage((), ()))
     for step in range(12):
         names, program = (LIGHT, "light") if step % 3 else (FULL, "full")
         sink.write(Readings(step, program, names, np.array([step, 1.0]), np.ones(2, bool)))
@@ -78,7 +81,7 @@ def test_a_damaged_array_costs_its_series(folder, name, how):
         ("events/000001/00000000", "an event", list(range(12))),
     ],
 )
-@pytest.mark.parametrize("content", ["{", "null", "3"])
+@pytest.mark.parametrize("content", ["{", "null", "3", "{}", "[]"])
 def test_a_damaged_entry_costs_what_it_describes(folder, entry, lost, left, content):
     path = next(folder.glob(f"entries/{entry}.json"))
     columns = json.loads(path.read_text()).get("names")
@@ -92,8 +95,53 @@ def test_a_damaged_entry_costs_what_it_describes(folder, entry, lost, left, cont
     assert read(run, "loss/mean") == (left, [])
 
 
-def test_a_damaged_run_entry_says_what_to_do(folder):
-    (folder / "entries" / "run.json").write_text("{")
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        *(("series/000001/full-*", field) for field in ("program", "columns", "path")),
+        *(("events/000001/00000000", field) for field in ("step", "time", "kind", "payload")),
+        *(("coverage/000001/light-*", field) for field in ("program", "layout", "points", "missing")),
+        ("attempts/000001", "first_step"),
+        ("columns/*", "names"),
+    ],
+)
+@pytest.mark.parametrize("how", ["lacks", "is of another kind"])
+def test_an_entry_without_one_of_its_fields_is_a_damaged_one(folder, entry, field, how):
+    path = next(folder.glob(f"entries/{entry}.json"))
+    content = json.loads(path.read_text())
+    if how == "lacks":
+        del content[field]
+    else:
+        content[field] = {} if field != "payload" else []
+    path.write_text(json.dumps(content))
+    run = open_run(folder)
+    with pytest.warns(DamagedRun, match=field) as said:
+        run.manifest(), run.events(), run.coverage()
+    assert [str(path.relative_to(folder)) in str(warning.message) for warning in said] == [True]
+    assert run.damaged() == [str(said[0].message)]
+    steps, _ = read(run, "loss/mean")
+    assert steps and set(steps) <= set(range(12))
+
+
+def test_events_that_say_less_than_the_recorders_own_do_not_stop_the_screen(folder, capsys):
+    sink = StoreSink(folder)
+    for kind in ("shed", "scan_overhead", "attempt"):
+        sink.write_event(5, kind, {"share": 0.1})
+    sink.close()
+    assert main(["screen", str(folder)]) == 0 and "loss/mean" in capsys.readouterr().out
+
+
+def test_files_of_somebody_else_among_the_entries_are_passed_over(folder):
+    for kind in ("attempts", "series", "events", "coverage"):
+        (folder / "entries" / kind / "notes.json").write_text("mine")
+    run = open_run(folder)
+    assert read(run, "loss/mean") == (list(range(12)), [])
+    assert len(run.manifest()["series"]) == 2 and len(run.events()) == len(run.coverage()) == 1
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3"])
+def test_a_damaged_run_entry_says_what_to_do(folder, content):
+    (folder / "entries" / "run.json").write_text(content)
     with pytest.raises(ValueError, match=r'run.json is damaged .*write {"format": 1} into it'):
         open_run(folder)
     (folder / "entries" / "run.json").write_text('{"format": 1}')

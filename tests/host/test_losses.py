@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from probes_jax.host import outlets, recorder
+from probes_jax.host.backlog import ITEM_BYTES
 from probes_jax.host.flight import FlightRecord
 from probes_jax.host.health import Health, SinkHealth
 from probes_jax.host.read_flight import read_flight
@@ -29,16 +30,17 @@ from tests.host.recorder_fakes import (
 )
 
 
-@pytest.mark.parametrize("cap", ["reports", "bytes"])
-def test_reports_dropped_unread_are_counted_logged_and_reported(tmp_path, caplog, monkeypatch, cap):
-    if cap == "bytes":
-        monkeypatch.setattr(recorder, "_CAPACITY_BYTES", 16 * 4 * LIGHT.size)
-    ready, size = threading.Event(), 16 if cap == "reports" else 1000
+@pytest.mark.parametrize("why", ["not ready", "bytes"])
+def test_reports_dropped_unread_are_counted_logged_and_reported(tmp_path, caplog, monkeypatch, why):
+    if why == "bytes":  # that P0 values alone fill
+        monkeypatch.setattr(recorder, "_CAPACITY_BYTES", 16 * (4 * LIGHT.size + ITEM_BYTES))
+    ready, size = threading.Event(), 16 if why == "not ready" else 1000
     with caplog.at_level(logging.WARNING), Recorder(tmp_path, Plan(), queue_size=size) as writer:
         writer.record(FakeReport(DeviceBuffer(buffer_of(0), ready), LIGHT))
         assert wait_for(lambda: writer._worker.computing)
         for step in range(1, 41):
-            writer.record(report(step))
+            buffer = buffer_of(step)
+            writer.record(FakeReport(DeviceBuffer(buffer, ready) if why == "not ready" else buffer, LIGHT))
         ready.set()
         assert writer.flush()
         for step in range(41, 44):
@@ -49,7 +51,7 @@ def test_reports_dropped_unread_are_counted_logged_and_reported(tmp_path, caplog
     assert health.lost == len(gone) >= 24 and gone == list(range(gone[0], gone[-1] + 1)), "the oldest unread ones"
     assert kept[-15:] == list(range(29, 44)) and not health.ok
     run = open_run(tmp_path)
-    assert run.series("sys/monitor/dropped")[1][-1] == health.lost + health.passed_over > 0
+    assert run.series("sys/monitor/dropped")[1][-1] == health.lost + health.passed_over + health.thinned > 0
     (line,) = [line.message for line in caplog.records if "lost in part or whole" in line.message]
     assert "sys/monitor/dropped" in line and "recorder.health" in line
     assert any(item.what.startswith("records lost") for item in find_unusual(run))

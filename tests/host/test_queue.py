@@ -1,15 +1,17 @@
 import itertools
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from probes_jax.host.backlog import STOP, Backlog, Pending, Ticket
+from probes_jax.host.backlog import ITEM_BYTES, STOP, Backlog, Pending, Ticket
 from probes_jax.host.priority import priority_of, shed
 from probes_jax.host.queue import OBJECT_COST, ReadingsQueue, cost_of
 from probes_jax.spec.metric import Priority
 from probes_jax.spec.readings import Readings
+from tests.host.recorder_fakes import FULL, LIGHT, DeviceBuffer, buffer_of, full_layout
 
 P0_NAMES = ("loss/mean", "grad/norm")
 FULL_NAMES = (*P0_NAMES, *(f"act/block[{i}]/rms" for i in range(20)))
@@ -131,39 +133,100 @@ def test_capacity_is_checked():
         Backlog(0, 1)
 
 
-def _pending(number, nbytes=8):
-    return Pending(np.zeros(2, np.uint32), None, None, 0.0, number, nbytes)
+def _pending(number, layout=LIGHT, ready=True):
+    buffer = DeviceBuffer(buffer_of(number, layout), None if ready else threading.Event())
+    return Pending(buffer, layout, None, 0.0, number, buffer.nbytes)
 
 
-def test_backlog_loses_the_oldest_and_says_so():
-    backlog, lost = Backlog(3, 1000), []
+def _held(backlog):
+    """Bytes that the backlog holds, by its own items."""
+    items = [*backlog._whole.values(), *backlog._thin.values()]
+    return sum(item.nbytes for item in items) + ITEM_BYTES * backlog.waiting
+
+
+def test_a_full_backlog_thins_the_oldest_in_its_place():
+    backlog = Backlog(3, 1 << 20)
+    for number in range(8):
+        backlog.put(_pending(number, FULL if number % 2 else LIGHT))
+    assert (backlog.waiting, backlog.thinned, backlog.lost, backlog.pressure) == (8, 5, 0, 1.0)
+    found = [backlog.get() for _ in range(8)]
+    assert [item.number for item in found] == list(range(8))
+    assert [item.thinned for item in found] == [True] * 5 + [False] * 3
+    assert found[1].nbytes < found[7].nbytes / 2 and backlog.pressure == 0
+
+
+def test_a_report_that_the_device_has_not_delivered_is_lost_and_said_to_be():
+    backlog, lost = Backlog(3, 1 << 20), []
     backlog.on_lost = lambda: lost.append(1)
-    for number in range(5):
+    for number in range(2):
         backlog.put(_pending(number))
-    assert [backlog.get().number for _ in range(3)] == [2, 3, 4]
-    assert backlog.lost == len(lost) == 2 and backlog.pressure == 0
+    for number in range(2, 9):
+        backlog.put(_pending(number, ready=False))
+    assert (backlog.lost, len(lost), backlog.thinned) == (4, 4, 2)
+    assert [backlog.get().number for _ in range(5)] == [0, 1, 6, 7, 8]
+    assert backlog.waiting == 0 and backlog.pressure == 0
 
 
 def test_backlog_is_bounded_in_bytes_too():
-    backlog = Backlog(1000, 100)
+    size = 4 * LIGHT.size + ITEM_BYTES
+    backlog = Backlog(1000, 10 * size)
     for number in range(50):
-        backlog.put(_pending(number, nbytes=30))
-        assert backlog._bytes_in - backlog._bytes_out <= 100
-    assert backlog.waiting == 3 and backlog.lost == 47
-    assert backlog.pressure == pytest.approx(0.9)
-    backlog.put(_pending(99, nbytes=500))  # larger than all: alone
-    assert backlog.waiting == 1
+        backlog.put(_pending(number))
+        assert _held(backlog) == backlog._held <= 10 * size
+    assert (backlog.waiting, backlog.lost) == (10, 40) and 0.9 < backlog.pressure <= 1
+    assert backlog.thinned == 9, "only those that are still to be read"
+    backlog.put(_pending(99, full_layout(1000)))  # larger than all: alone
+    assert backlog.waiting == 1 and _held(backlog) == backlog._held
 
 
 def test_backlog_never_loses_a_message():
-    backlog = Backlog(2, 1000)
+    backlog = Backlog(2, 2 * (4 * LIGHT.size + ITEM_BYTES))
     ticket = Ticket()
     backlog.send(ticket)
     for number in range(4):
         backlog.put(_pending(number))
     backlog.send(STOP)
     items = [backlog.get() for _ in range(backlog.waiting)]
-    assert ticket in items and items[-1] is STOP
+    assert ticket in items and items[-1] is STOP and backlog.lost
+
+
+def test_a_ticket_behind_thinned_reports_stays_behind_them():
+    backlog, ticket = Backlog(1, 1 << 20), Ticket()
+    for number in range(3):
+        backlog.put(_pending(number))
+    backlog.send(ticket)
+    backlog.put(_pending(3))
+    assert [item if item is ticket else item.number for item in (backlog.get() for _ in range(5))] == [
+        0,
+        1,
+        2,
+        ticket,
+        3,
+    ]
+
+
+def test_worker_and_producers_at_the_same_reports_lose_none_and_take_none_twice():
+    """Thinning and reading meet at the oldest report all the time, since the queue holds one."""
+    backlog, found = Backlog(1, 64 << 20), []
+
+    def read():
+        while (item := backlog.get()) is not STOP:
+            found.append((item.number, item.thinned))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        worker = threading.Thread(target=read)
+        worker.start()
+        for number in range(5000):
+            backlog.put(_pending(number))
+        backlog.send(STOP)
+        worker.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert [number for number, _ in found] == list(range(5000))
+    assert sum(thinned for _, thinned in found) == backlog.thinned and backlog.lost == 0
+    assert backlog._held == 0 and not backlog._whole and not backlog._thin
 
 
 def test_a_ticket_is_done_when_all_have_answered():

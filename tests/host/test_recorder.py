@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from probes_jax.host.read_flight import read_flight
-from probes_jax.host.recorder import RUN_AHEAD, GuardStopped, Recorder
+from probes_jax.host.recorder import Recorder
 from probes_jax.host.timed import timed
+from probes_jax.host.verdict import RUN_AHEAD, GuardStopped
 from probes_jax.host.worker import HOST_NAMES
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.layout import Layout
@@ -396,8 +397,9 @@ def test_a_hanging_sink_holds_up_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("sink", [FailingSink, HangingSink])
-def test_memory_is_flat_under_100000_records_with_a_dead_sink(sink, tmp_path):
+def test_memory_is_flat_under_100000_records_with_a_dead_sink(sink, tmp_path, monkeypatch):
     """L091."""
+    monkeypatch.setattr("probes_jax.host.recorder._CAPACITY_BYTES", 4 << 20)
     bad = sink()
     recorder = Recorder(tmp_path / "run", sinks=[bad], patience=0.5, queue_size=256)
     buffer, peaks = buffer_of(0), []
@@ -422,8 +424,8 @@ def test_memory_is_flat_under_100000_records_with_a_dead_sink(sink, tmp_path):
         assert health.sinks["FailingSink"].failed > 0
 
 
-def test_a_long_backlog_goes_to_the_flight_record_first(tmp_path):
-    """P0 of every step is kept while full reports, then whole reports, are kept from the sinks."""
+def test_of_a_long_backlog_the_sinks_get_p0_values(tmp_path):
+    """At a quarter of the queue those of full reports, at half of it those of all."""
     ready, sink = threading.Event(), ListSink()
     recorder = Recorder(tmp_path / "run", sinks=[sink], queue_size=100)
     recorder.record(FakeReport(DeviceBuffer(buffer_of(0), ready), LIGHT))
@@ -435,10 +437,11 @@ def test_a_long_backlog_goes_to_the_flight_record_first(tmp_path):
     assert wait_for(lambda: recorder.health.read == 101)
     recorder.close()
     assert [s.step for s in _flight(tmp_path / "run")] == list(range(101))
-    assert sink.steps == [0, *range(50, 101)], "the newest: while at most half of the queue is behind them"
-    sizes = {r.step: len(r.names) for r in sink.readings}
-    assert [step for step in sizes if step % 10 == 0 and step > 0 and sizes[step] < 20] == [50, 60, 70]
-    assert recorder.health.passed_over == 49 + 3
+    assert sink.steps == list(range(101))
+    fewer = [r.step for r in sink.readings if "sys/monitor/records" not in r.names]
+    assert fewer == [*range(1, 50), 50, 60, 70], "while more than half, or a quarter, of the queue is behind them"
+    assert all("loss/mean" in r.names for r in sink.readings)
+    assert recorder.health.passed_over == 49 + 3 and recorder.health.thinned == 0
 
 
 def test_a_lead_of_the_training_thread_over_the_device_is_no_delay_of_the_host(tmp_path):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from probes_jax.observe.chain import chain
 from probes_jax.observe.learning_rate import find_learning_rate, learning_rates
@@ -101,6 +102,21 @@ def test_a_group_that_waits_for_its_update_is_not_the_largest():
         found.append((float(rates[""].value), bool(rates[""].fresh), bool(rates["x"].fresh)))
         state = after
     assert found == [(0.5, True, False), (0.5, True, False), (0.75, True, True), (0.5, True, False)]
+
+
+@pytest.mark.parametrize("inner", [ours, injected], ids=["chain", "inject"])
+@pytest.mark.parametrize("params", [PARAMS, nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))], ids=["dict", "nnx"])
+def test_a_group_that_no_parameter_belongs_to_has_no_rate(inner, params):
+    def groups(*names):
+        return optax.multi_transform(dict.fromkeys(names, inner()), jax.tree.map(lambda _: "used", params))
+
+    found = []
+    for tx in (groups("used"), groups("used", "unused")):
+        before = tx.init(params)
+        _, after = jax.jit(tx.update)(params, before, params)
+        assert jax.tree.structure(before) == jax.tree.structure(after)
+        found.append({label: float(rate.value) for label, rate in learning_rates(before, after).items()})
+    assert found[0] == found[1] and found[0].keys() == {""}, "one rate: neither the largest of two nor one by label"
 
 
 def test_rates_without_a_label_are_numbered_and_no_label_breaks_a_name():

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
+from probes_jax.step.loss import check_loss_fn
 from tests.step.small import GROUPS, VOCAB, Model, NNXModel, loss_fn, make_batch, make_state
 
 
@@ -144,6 +145,26 @@ def test_a_loss_function_of_other_arguments_is_refused_before_it_is_called(refus
         make_state(loss_fn=refused)
     with pytest.raises(TypeError, match=match):
         pj.Monitor.create(tx=optax.sgd(0.1), params=params, model=Model(), loss_fn=refused, batch=make_batch())
+
+
+TRANSFORMS = {
+    "checkpoint": jax.checkpoint,
+    "checkpoint twice": lambda f: jax.checkpoint(jax.checkpoint(f)),
+    "remat": nnx.remat,
+    "jit": jax.jit,
+    "nnx.jit": nnx.jit,
+    "named_call": jax.named_call,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_around_a_loss_function_takes_what_the_function_takes(name):
+    refused = TRANSFORMS[name](two)
+    match = r"loss_fn must take three arguments, loss_fn\(model, batch, rngs\), and two\(model, batch\) does not"
+    with pytest.raises(TypeError, match=match):
+        make_state(loss_fn=refused)
+    check_loss_fn(TRANSFORMS[name](decorated))
+    check_loss_fn(functools.wraps(refused)(lambda model, batch, rngs: refused(model, batch)))
 
 
 @pytest.mark.parametrize(

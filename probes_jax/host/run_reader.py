@@ -20,6 +20,7 @@ from probes_jax.host.series_block import absent, decode
 from probes_jax.host.store import SeriesArrays, Store
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.derive import derive
+from probes_jax.spec.near import near_names
 
 _T = TypeVar("_T")
 _PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
@@ -298,7 +299,8 @@ class Run:
     def _holding(self, name: str) -> list[_Series]:
         found = [series for series in self._all_series() if name in self._columns(series.columns)]
         if not found:
-            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; names() lists what it has")
+            near = ", ".join(map(repr, near_names(name, self.names()))) or "one of names()"
+            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; did you mean {near}?")
         return found
 
     def _joined(self, name: str, wanted: list[str], raw: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

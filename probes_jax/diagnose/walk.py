@@ -99,9 +99,24 @@ def walk(readings: Readings, earlier: Earlier | None = None, *, jump: float = JU
     )
 
 
+def times_median(value: float, past: np.ndarray) -> float | None:
+    """A value over the median of its past; infinite for one that is not finite, None where the past tells nothing.
+
+    >>> times_median(41.0, np.array([1.0, 0.5, 2.0, np.nan])), times_median(41.0, np.ones(2))
+    (41.0, None)
+    """
+    if not math.isfinite(value):
+        return math.inf
+    past = np.asarray(past, np.float64)
+    past = past[np.isfinite(past)]
+    if past.size < LEAST or not (median := float(np.median(past))):
+        return None
+    return value / median
+
+
 def is_jump(value: float, past: np.ndarray, jump: float = JUMP) -> bool:
     """Whether a value is out of proportion to its own past, or not finite."""
-    times = _times(value, past)
+    times = times_median(value, past)
     return times is not None and times >= jump
 
 
@@ -111,18 +126,8 @@ def _places(points: list[str], values: Mapping[str, float], earlier: Earlier | N
         name = f"grad_act/{point}/abs_max"
         if name in values:
             past = np.zeros(0) if earlier is None else earlier(name)
-            found.append(Place(point, values[name], _times(values[name], past)))
+            found.append(Place(point, values[name], times_median(values[name], past)))
     return found
-
-
-def _times(value: float, past: np.ndarray) -> float | None:
-    if not math.isfinite(value):
-        return math.inf
-    past = np.asarray(past, np.float64)
-    past = past[np.isfinite(past)]
-    if past.size < LEAST or not (median := float(np.median(past))):
-        return None
-    return value / median
 
 
 def _first_nonfinite(points: list[str], values: Mapping[str, float], family: str) -> str | None:

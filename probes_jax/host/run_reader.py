@@ -299,8 +299,9 @@ class Run:
     def _holding(self, name: str) -> list[_Series]:
         found = [series for series in self._all_series() if name in self._columns(series.columns)]
         if not found:
-            near = ", ".join(map(repr, near_names(name, self.names()))) or "one of names()"
-            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; did you mean {near}?")
+            near = ", ".join(map(repr, near_names(name, self.names())))
+            hint = f"did you mean {near}?" if near else "names() lists what it has"
+            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; {hint}")
         return found
 
     def _joined(self, name: str, wanted: list[str], raw: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -34,9 +34,8 @@ class Place:
     def __str__(self) -> str:
         if not math.isfinite(self.value):
             return f"grad_act/{self.point}: {self.value}"
-        return f"grad_act/{self.point}: {self.value:.4g}" + (
-            "" if self.times is None else f", {self.times:.3g}x its median"
-        )
+        against = "" if self.times is None else f", {format_times(self.times)} its median"
+        return f"grad_act/{self.point}: {self.value:.4g}{against}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +111,15 @@ def times_median(value: float, past: np.ndarray) -> float | None:
     if past.size < LEAST or not (median := float(np.median(past))):
         return None
     return value / median
+
+
+def format_times(times: float) -> str:
+    """How many times, as people read it.
+
+    >>> format_times(0.0139), format_times(41.03), format_times(27000.4), format_times(3.3e32)
+    ('0.0139x', '41x', '27,000x', '3.3e+32x')
+    """
+    return f"{times:,.0f}x" if 999.5 <= times < 1e9 else f"{times:.3g}x"
 
 
 def is_jump(value: float, past: np.ndarray, jump: float = JUMP) -> bool:

@@ -64,13 +64,15 @@ def screen(chosen: argparse.Namespace) -> int:
 def walk(chosen: argparse.Namespace) -> int:
     """Prints what one scan says, and the values behind it."""
     from probes_jax.host.run_folder import open_run
-    from probes_jax.present.walk import walk_run
+    from probes_jax.present.score import find_plan
+    from probes_jax.present.walk import verdict, walk_run
 
-    found = walk_run(open_run(chosen.run), chosen.step)
-    print(f"Step {found.step:,}, from the output inwards:")
+    run = open_run(chosen.run)
+    found = walk_run(run, chosen.step)
+    print("\n".join(verdict(run, found, find_plan(run.manifest()))))
+    print(f"\nStep {found.step:,}, from the output inwards:")
     for place in found.chain:
         print(f"  {place}")
-    print("\n".join(found.lines()) or "Nothing jumps against its own history.")
     return 0
 
 

@@ -48,7 +48,7 @@ def _print(run: History, console: Console, name: str) -> None:
         line = f'The flight record goes on to step {flown:,}: read it with probes_jax.open_run("{name}").flight()'
         console.print(line, markup=False, soft_wrap=True)
     _section(console, "Without data", find_reasons(run, signals, plan))
-    found = find_unusual(run, plan)
+    found = find_unusual(run, plan, signals)
     if not found:
         console.print("\nWhat was unusual: nothing")
     _section(console, "What was unusual", found)

@@ -75,7 +75,7 @@ def test_the_score_of_the_detector_decides(score, state):
 
 def test_the_scores_need_not_cover_every_step():
     run = FakeRun({"loss/mean": ([0, 5, 9], [1.0, 1.0, 1.0]), "loss/spike/score": ([5], [7.0])})
-    steps, _, found = states(run, "loss/mean", Plan(min_history=1))
+    steps, _, found = states(run, "loss/mean", Plan(min_history=2))
     assert steps.tolist() == [0, 5, 9] and found.tolist() == [State.NEW, State.ALERT, State.OK]
 
 

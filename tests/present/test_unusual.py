@@ -9,7 +9,8 @@ import pytest
 from probes_jax.host.run_folder import open_run
 from probes_jax.host.store_sink import StoreSink
 from probes_jax.present.screen import print_screen
-from probes_jax.present.unusual import Unusual, find_unusual, format_steps
+from probes_jax.present.trouble import Unusual, format_steps
+from probes_jax.present.unusual import find_unusual
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
 

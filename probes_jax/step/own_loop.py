@@ -29,6 +29,9 @@ from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
 
+_ONE_NUMBER = "measure was given the loss as one number; Monitor.value_and_grad, of a monitor with a model, measures it"
+_NOT_OF_ONE_NUMBER = ("act", "grad_act", "logits", "loss/shard")
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("settings",))
 @dataclasses.dataclass(frozen=True)
@@ -226,4 +229,5 @@ def _noted(part: Part, notes: Notes) -> Part:
 
 def _part_of_scalar(loss: jax.Array, axes: tuple[str, ...]) -> Part:
     rows = measure_scalar_loss(jnp.asarray(loss), axes)
-    return Part(jnp.float32(1.0), rows, (), {}, None, None, ())
+    missing = tuple((name, _ONE_NUMBER) for name in _NOT_OF_ONE_NUMBER)
+    return Part(jnp.float32(1.0), rows, (), {}, None, None, (), missing=missing)

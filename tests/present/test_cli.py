@@ -186,7 +186,9 @@ def test_a_metric_asked_for_by_name_comes_with_its_definition(capsys):
         assert text in out
 
 
-@pytest.mark.parametrize(("asked", "meant"), [("learning", "opt/learning_rate"), ("grad/nrm", "grad/norm")])
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("learning", "opt/learning_rate"), ("clip", "grad/clip_rate"), ("grad/nrm", "grad/norm")]
+)
 def test_a_metric_that_is_not_there_has_near_matches(tmp_path, capsys, asked, meant):
     assert main(["metrics", asked]) == 2
     assert meant in capsys.readouterr().err

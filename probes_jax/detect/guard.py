@@ -28,8 +28,8 @@ class GuardState(NamedTuple):
         consecutive: Of those, how many in a row up to now. An applied update sets it to 0; an empty step that is left
             out does not.
         nonfinite_steps: Steps with a NaN or infinite loss or gradient, skipped or not.
-        accepted_bad: Non-finite gradients that the optimizer took in, and non-finite updates. Above 0 the parameters
-            are most likely lost.
+        accepted_bad: Updates made from a non-finite loss or gradient and applied, and those made from finite ones whose
+            norm is not finite: the guard decides before there is one. Above 0 the parameters are most likely lost.
         empty_steps: Steps without a valid token, applied or not.
         stopped: 1 once the guard has stopped the run; it then skips every update until `release`.
     """
@@ -65,7 +65,7 @@ def decide(
     alike.
 
     Args:
-        guard: What is skipped; None skips nothing (a non-finite update is then applied, and counted as such).
+        guard: What is skipped; None skips nothing (what is not finite is then applied, and counted as such).
         state: Counters so far.
         finite: bool, 0-d, loss and all gradient elements are finite.
         co_spike: bool, 0-d, loss and gradient norm both spike.
@@ -76,7 +76,7 @@ def decide(
 
     Returns:
         Whether to skip (bool, 0-d), and the new counters. After `max_consecutive` skips in a row `stopped` is 1 and
-        every further update is skipped: the guard never gives in to a bad one.
+        every further update is skipped.
     """
     no = jnp.zeros((), bool)
     nonfinite = ~finite
@@ -117,7 +117,7 @@ def count_outcome(
         state: Counters, as `decide` returns them.
         skip: bool, 0-d, from `decide`.
         finite: bool, 0-d, loss and all gradient elements are finite.
-        update_finite: bool, 0-d, the same of the update that the optimizer made.
+        update_finite: bool, 0-d, the norm of the update that the optimizer made is finite.
         applied: bool, 0-d, False where the optimizer itself waits for more gradients or threw this one away.
         dropped: bool, 0-d, the optimizer threw the gradient away.
     """

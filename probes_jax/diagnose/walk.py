@@ -34,9 +34,8 @@ class Place:
     def __str__(self) -> str:
         if not math.isfinite(self.value):
             return f"grad_act/{self.point}: {self.value}"
-        return f"grad_act/{self.point}: {self.value:.4g}" + (
-            "" if self.times is None else f", {self.times:.3g}x its median"
-        )
+        against = "" if self.times is None else f", {format_times(self.times)} its median"
+        return f"grad_act/{self.point}: {self.value:.4g}{against}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +98,33 @@ def walk(readings: Readings, earlier: Earlier | None = None, *, jump: float = JU
     )
 
 
+def times_median(value: float, past: np.ndarray) -> float | None:
+    """A value over the median of its past; infinite for one that is not finite, None where the past tells nothing.
+
+    >>> times_median(41.0, np.array([1.0, 0.5, 2.0, np.nan])), times_median(41.0, np.ones(2))
+    (41.0, None)
+    """
+    if not math.isfinite(value):
+        return math.inf
+    past = np.asarray(past, np.float64)
+    past = past[np.isfinite(past)]
+    if past.size < LEAST or not (median := float(np.median(past))):
+        return None
+    return value / median
+
+
+def format_times(times: float) -> str:
+    """How many times, as people read it.
+
+    >>> format_times(0.0139), format_times(41.03), format_times(27000.4), format_times(3.3e32)
+    ('0.0139x', '41x', '27,000x', '3.3e+32x')
+    """
+    return f"{times:,.0f}x" if 999.5 <= times < 1e9 else f"{times:.3g}x"
+
+
 def is_jump(value: float, past: np.ndarray, jump: float = JUMP) -> bool:
     """Whether a value is out of proportion to its own past, or not finite."""
-    times = _times(value, past)
+    times = times_median(value, past)
     return times is not None and times >= jump
 
 
@@ -111,18 +134,8 @@ def _places(points: list[str], values: Mapping[str, float], earlier: Earlier | N
         name = f"grad_act/{point}/abs_max"
         if name in values:
             past = np.zeros(0) if earlier is None else earlier(name)
-            found.append(Place(point, values[name], _times(values[name], past)))
+            found.append(Place(point, values[name], times_median(values[name], past)))
     return found
-
-
-def _times(value: float, past: np.ndarray) -> float | None:
-    if not math.isfinite(value):
-        return math.inf
-    past = np.asarray(past, np.float64)
-    past = past[np.isfinite(past)]
-    if past.size < LEAST or not (median := float(np.median(past))):
-        return None
-    return value / median
 
 
 def _first_nonfinite(points: list[str], values: Mapping[str, float], family: str) -> str | None:

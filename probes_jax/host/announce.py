@@ -24,5 +24,6 @@ def announce(report: Any, plan: Plan | None) -> None:
         )
     coverage = getattr(report, "coverage", None)
     missing = getattr(coverage, "missing", ())
-    if missing and getattr(coverage, "seen", ()):
+    scans = report.layout.program == "full" and (getattr(coverage, "seen", ()) or "act" in dict(missing))
+    if missing and scans:  # the light program misses the same
         log.warning("not measured in this run:\n%s", "\n".join(missing_lines(missing)))

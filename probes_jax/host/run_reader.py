@@ -20,6 +20,7 @@ from probes_jax.host.run_folder import FORMAT, RunFolder, is_url, runs_in
 from probes_jax.host.series_block import decode
 from probes_jax.host.store import Store
 from probes_jax.spec.derive import derive
+from probes_jax.spec.near import near_names
 
 _T = TypeVar("_T")
 _PARTS = ("events", "series", "entries", "flight")  # folders inside a run's
@@ -217,7 +218,9 @@ class Run:
     def _holding(self, name: str) -> list[SeriesEntry]:
         found = [series for series in self._entries.series() if name in self._entries.columns(series.columns)]
         if not found:
-            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; names() lists what it has")
+            near = ", ".join(map(repr, near_names(name, self.names())))
+            hint = f"did you mean {near}?" if near else "names() lists what it has"
+            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; {hint}")
         return found
 
     def _joined(self, name: str, wanted: list[str], raw: bool) -> Rows:

@@ -59,7 +59,7 @@ class Verdict:
 
 def _why(stopped_at: int) -> str:
     return (
-        f"the guard gave up at step {stopped_at}: it skipped Guard.max_consecutive updates in a row and never "
-        "accepts a bad one. Go back to a checkpoint before the trouble, with a lower learning rate or past "
+        f"the guard gave up at step {stopped_at}: it skipped Guard.max_consecutive updates in a row, and skips "
+        "every later one. Go back to a checkpoint before the trouble, with a lower learning rate or past "
         "the data that caused it; alert/guard/... and the flight record say when it began"
     )

@@ -1,27 +1,28 @@
 """The command line: `probes`, or `python -m probes_jax`.
 
-Everything but the parser is imported by the command that needs it, and nothing here imports JAX.
+Everything but the parser is imported by the command that needs it, and nothing there imports JAX.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-_PICTURE_WIDTH = 100  # columns
+from probes_jax.present import commands
+
 _EXAMPLES = """\
 examples:
   probes screen runs/demo              the signals of a run, and what was unusual in it
   probes walk runs/demo --step 600     where an explosion began, from the output inwards
   probes coverage runs/demo            what of the model is seen, what is not, and why
+  probes series runs/demo grad/norm    one metric: step and value, a line each
   probes metrics                       every metric: what it is, what it catches
-  probes metrics --json grad/norm      one of them, for a program
+  probes metrics grad/norm             one of them, with its definition (--json: for a program)
 
-exit code: 0 done, 1 the run cannot be read or the file not written, 2 wrong use
+exit code: 0 done, 1 the run cannot be read or the file not written, 2 wrong use, or no such name
 """
 
 
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (`| head`) has gone; say nothing more, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, ValueError) as error:
+        print(f"probes {chosen.run_command.__name__}: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,24 +51,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     parser.set_defaults(run_command=_version_or_help, parser=parser)
-    commands = parser.add_subparsers(metavar="COMMAND")
+    subparsers = parser.add_subparsers(metavar="COMMAND")
 
-    metrics = commands.add_parser("metrics", help="list the metrics", description="Lists the metrics.")
+    metrics = subparsers.add_parser("metrics", help="list the metrics", description="Lists the metrics.")
     metrics.add_argument("name", nargs="*", help="only these: reported names, or the beginning of a name")
     form = metrics.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON list")
     form.add_argument("--markdown", action="store_true", help="the metric reference, docs/metrics.md")
-    metrics.set_defaults(run_command=_metrics)
+    metrics.set_defaults(run_command=commands.metrics)
 
-    screen = commands.add_parser(
+    screen = subparsers.add_parser(
         "screen",
         help="the first screen of a run",
         description="Shows the signals of a run with value, unit, state and since when, and what was unusual.",
     )
     screen.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
     screen.add_argument("--svg", metavar="FILE", help="write the screen as a picture, too")
-    screen.set_defaults(run_command=_screen)
-    walk = commands.add_parser(
+    screen.set_defaults(run_command=commands.screen)
+    walk = subparsers.add_parser(
         "walk",
         help="where an explosion or a NaN began",
         description="Walks the gradients of activations of one scan from the output inwards, and names the first that "
@@ -74,9 +78,20 @@ def _parser() -> argparse.ArgumentParser:
     walk.add_argument(
         "--step", type=int, help="a step that scanned activations; by default the last, or its NaN's first"
     )
-    walk.set_defaults(run_command=_walk)
+    walk.set_defaults(run_command=commands.walk)
 
-    coverage = commands.add_parser(
+    series = subparsers.add_parser(
+        "series",
+        help="one metric over the steps",
+        description="Prints a line for each step at which a metric was measured: the step, a tab, the value.",
+    )
+    series.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
+    series.add_argument("name", metavar="NAME", help="reported name, such as grad/norm")
+    series.add_argument("--last", type=_positive, metavar="N", help="only the last N of them")
+    series.add_argument("--json", action="store_true", help="one JSON object: name, steps, values")
+    series.set_defaults(run_command=commands.series)
+
+    coverage = subparsers.add_parser(
         "coverage",
         help="what of a model is seen, and what is not",
         description="Lists the points of a run's model, layers that are alike in one row, and everything that could "
@@ -86,8 +101,15 @@ def _parser() -> argparse.ArgumentParser:
     form = coverage.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object, every point by itself")
     form.add_argument("--markdown", action="store_true", help="a Markdown table")
-    coverage.set_defaults(run_command=_coverage)
+    coverage.set_defaults(run_command=commands.coverage)
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def _version_or_help(chosen: argparse.Namespace) -> int:
@@ -98,84 +120,3 @@ def _version_or_help(chosen: argparse.Namespace) -> int:
         return 0
     chosen.parser.print_help()
     return 2
-
-
-def _metrics(chosen: argparse.Namespace) -> int:
-    from probes_jax.present import reference
-    from probes_jax.spec.catalog import REGISTRY
-
-    specs = list(REGISTRY)
-    for name in chosen.name:
-        if not any(_asked(spec, [name]) for spec in specs):
-            print(f"probes metrics: no metric {name!r}; `probes metrics` lists all", file=sys.stderr)
-            return 2
-    if chosen.name:
-        specs = [spec for spec in specs if _asked(spec, chosen.name)]
-    if chosen.json:
-        print(reference.as_json(specs))
-    elif chosen.markdown:
-        sys.stdout.write(reference.as_markdown(specs))
-    else:
-        from probes_jax.present.table import print_table
-
-        print_table(reference.as_table(specs))
-    return 0
-
-
-def _asked(spec: Any, names: Sequence[str]) -> bool:
-    from probes_jax.spec.catalog import REGISTRY
-
-    return any(spec.name.startswith(name) or REGISTRY.find(name) is spec for name in names)
-
-
-def _screen(chosen: argparse.Namespace) -> int:
-    from probes_jax.host.run_folder import open_run
-    from probes_jax.present.screen import print_screen
-    from probes_jax.present.table import as_svg, make_console
-
-    console = make_console(width=_PICTURE_WIDTH, record=True) if chosen.svg else make_console()
-    try:
-        print_screen(open_run(chosen.run), console, chosen.run)
-        if chosen.svg:
-            pathlib.Path(chosen.svg).write_text(as_svg(console, f"probes screen {chosen.run}"), encoding="utf-8")
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:
-        print(f"probes screen: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _walk(chosen: argparse.Namespace) -> int:
-    from probes_jax.host.run_folder import open_run
-    from probes_jax.present.walk import walk_run
-
-    try:
-        found = walk_run(open_run(chosen.run), chosen.step)
-    except (OSError, ValueError) as error:
-        print(f"probes walk: {error}", file=sys.stderr)
-        return 1
-    print(f"Step {found.step:,}, from the output inwards:")
-    for place in found.chain:
-        print(f"  {place}")
-    print("\n".join(found.lines()) or "Nothing jumps against its own history.")
-    return 0
-
-
-def _coverage(chosen: argparse.Namespace) -> int:
-    from probes_jax.host.run_folder import open_run
-    from probes_jax.present import coverage
-
-    try:
-        found = coverage.find_coverage(open_run(chosen.run))
-    except (OSError, ValueError) as error:
-        print(f"probes coverage: {error}", file=sys.stderr)
-        return 1
-    if chosen.json:
-        print(coverage.as_json(found))
-    elif chosen.markdown:
-        sys.stdout.write(coverage.as_markdown(found.coverage))
-        print("\n".join(found.notes), end="\n" if found.notes else "", file=sys.stderr)
-    else:
-        coverage.print_coverage(found)
-    return 0

@@ -14,6 +14,7 @@ from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
+from probes_jax.spec.switch import OFF, enabled
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,12 +176,13 @@ class LiveSignals:
     def _look_ahead(self) -> None:
         """Says what the next step waits for: its program, when that has not run yet."""
         step = self._first + self._updates
-        program = "light" if step % self._scan_every else "full"
-        self._doing = "training"
+        on = enabled()
+        program = ("light" if step % self._scan_every else "full") if on else "off"
+        self._doing = "training" if on else OFF
         if program in self._compiled or step >= self._total:
             return
         self._compiled.add(program)
-        self._doing = f"compiling the {program} program (step {step})"
+        self._doing = f"compiling the {program} program (step {step})" if on else OFF
         if not self._console.is_terminal:
             self._console.print(self._doing)
 

@@ -11,6 +11,7 @@ from probes_jax.spec.plan import Plan
 
 _CO_SPIKE = "alert/co_spike"
 _ACTIVATIONS = ("act", "grad_act")
+_WORST_OF = {"loss/worst_shard": "loss/shard"}  # what is behind it is what is missing
 
 
 def find_reasons(run: History, signals: Sequence[Signal], plan: Plan) -> list[str]:
@@ -26,8 +27,10 @@ def find_reasons(run: History, signals: Sequence[Signal], plan: Plan) -> list[st
     except ValueError:  # the run does not say
         found = None
     empty = [signal.name for signal in signals if signal.state is State.NO_DATA]
-    reasons = {name: _reason(name, found, plan) for name in empty if len(empty) < len(signals)}
-    return [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    reasons: dict[str, list[str]] = {}
+    for name in empty if len(empty) < len(signals) else ():
+        reasons.setdefault(_reason(name, found, plan), []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items() if reason]
 
 
 def _reason(name: str, found: RunCoverage | None, plan: Plan) -> str:
@@ -36,6 +39,7 @@ def _reason(name: str, found: RunCoverage | None, plan: Plan) -> str:
     if found is None:
         return ""
     missing, family = dict(found.coverage.missing), name.split("/")[0]
-    if not found.coverage.points and family in _ACTIVATIONS:
+    reason = missing.get(_WORST_OF.get(name, name), missing.get(family, ""))
+    if not reason and not found.coverage.points and family in _ACTIVATIONS:
         return " ".join(found.notes)
-    return missing.get(name, missing.get(family, ""))
+    return reason

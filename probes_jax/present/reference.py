@@ -75,6 +75,19 @@ def _text(text: str) -> str:
     return text
 
 
+def as_text(spec: MetricSpec) -> str:
+    """One entry in plain text: all that is known of it."""
+    unit = "no unit" if spec.unit == "1" else spec.unit
+    return (
+        f"{spec.name}: {spec.symbol}, {unit}, {spec.priority.name}, {spec.cadence.value}\n"
+        f"  definition  {spec.definition}\n"
+        f"  catches     {spec.catches}\n"
+        f"  reduced     {spec.reduction}\n"
+        f"  taken       {spec.timing}\n"
+        f"  source      {spec.source}"
+    )
+
+
 def as_table(specs: Iterable[MetricSpec]) -> Table:
     """A rich table: name, symbol, unit, priority, cadence, what it catches."""
     from rich import box

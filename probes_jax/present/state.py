@@ -2,12 +2,16 @@
 
     alert   the value is NaN or infinite; its spike score exceeds theta; or it is an alarm that is on
     watch   its spike score exceeds theta / 2; or it counts troubles, and there have been some
+    new     it is to have a score, and there are too few earlier values for one
     ok      anything else that was measured
     no data nothing was measured
 
 The score of loss, gradient norm and update norm is the one that the step's detectors reported. Every other positive
 signal is scored against its own earlier values by the same formula. A sustained value is nobody's spike: rules about
 level and trend are not made here.
+
+A signal that only steps with a tensor scan measure waits thousands of steps for a score. Until then it is compared with
+its few earlier scans, as the walk does: `JUMP` times their median is alert, half of that watch.
 """
 
 from __future__ import annotations
@@ -17,14 +21,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from probes_jax.diagnose.walk import JUMP, times_median
 from probes_jax.present.score import robust_scores
+from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.metric import Cadence
 from probes_jax.spec.plan import Plan
 
 
 class State(enum.IntEnum):
     """Of one signal at one step."""
 
-    NO_DATA = -1
+    NO_DATA = -2
+    NEW = -1
     OK = 0
     WATCH = 1
     ALERT = 2
@@ -84,25 +92,47 @@ def states(run: History, name: str, plan: Plan, recent: int = 10_000) -> tuple[n
     Returns:
         Steps int64 `[T]`, values float64 `[T]`, states int8 `[T]` (values of `State`).
     """
-    steps, values, present = (column[-recent:] for column in read(run, name))
+    steps, values, present = read(run, name)
+    known = present & np.isfinite(values)
+    earlier = (np.cumsum(known) - known)[-recent:]
+    steps, values, present = steps[-recent:], values[-recent:], present[-recent:]
     out = np.full(steps.shape, State.OK, np.int8)
     if name in ALARMS or name in TROUBLES:
         with np.errstate(invalid="ignore"):
             out[values != 0] = State.ALERT if name in ALARMS else State.WATCH
-    else:
+    elif name not in LEVELS:
         score = _scores(run, name, steps, values, present, plan)
+        unscored = np.isnan(score) & (earlier < plan.min_history)
+        out[unscored] = State.NEW
         out[score > plan.theta / 2] = State.WATCH
         out[score > plan.theta] = State.ALERT
+        if is_scanned(name):
+            times = times_earlier(values, present & unscored)
+            out[times >= JUMP / 2] = State.WATCH
+            out[times >= JUMP] = State.ALERT
     out[~np.isfinite(values)] = State.ALERT
     return steps[present], values[present], out[present]
+
+
+def is_scanned(name: str) -> bool:
+    """Whether only steps with a tensor scan measure it."""
+    spec = REGISTRY.find(name)
+    return spec is not None and spec.cadence is Cadence.EVERY_100
+
+
+def times_earlier(values: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Each value over the median of those before it, float64 `[T]`; NaN where there are too few of them."""
+    out = np.full(values.shape, np.nan)
+    for at in np.flatnonzero(present):
+        times = times_median(float(values[at]), values[:at][present[:at]])
+        out[at] = np.nan if times is None else times
+    return out
 
 
 def _scores(
     run: History, name: str, steps: np.ndarray, values: np.ndarray, present: np.ndarray, plan: Plan
 ) -> np.ndarray:
     """Spike scores float64 `[T]`, NaN where there is none."""
-    if name in LEVELS:
-        return np.full(steps.shape, np.nan)
     if name in DETECTORS:
         at, score, known = read(run, f"{DETECTORS[name]}/spike/score")
         out = np.full(steps.shape, np.nan)

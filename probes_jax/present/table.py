@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-COLOURS = {State.OK: "green", State.WATCH: "yellow", State.ALERT: "bold red", State.NO_DATA: "dim"}
+COLOURS = {State.NEW: "cyan", State.OK: "green", State.WATCH: "yellow", State.ALERT: "bold red", State.NO_DATA: "dim"}
 _HEADINGS = ("signal", "value", "unit", "state", "since step", "where")
 _RIGHT = ("value", "since step")
 _PLAIN_WIDTH = 120

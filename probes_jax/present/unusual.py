@@ -2,146 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from probes_jax.host.happenings import ATTEMPT, KINDS
 from probes_jax.host.upkeep import SCANS, SHED
-from probes_jax.present.first_screen import format_value
+from probes_jax.present.first_screen import Signal, first_screen
+from probes_jax.present.movements import find_movements
 from probes_jax.present.score import find_plan
-from probes_jax.present.state import DETECTORS, History, read, where
-from probes_jax.present.walk import jumps, walk_run
+from probes_jax.present.state import History, read
+from probes_jax.present.trouble import Unusual, measured, rises
 from probes_jax.spec.plan import Plan
 
-# Running counts of the train state: a rise is one more trouble on that step.
-_COUNTS = (
-    ("alert/nonfinite_steps", "NaN or infinite loss or gradient"),
-    ("alert/nonfinite_accepted", "update applied in spite of a NaN or infinite loss or gradient"),
-    ("alert/guard/skipped_count", "update skipped"),
-    ("data/empty_steps", "batch without a valid token"),
-    ("opt/loss_scale_drops", "loss scale lowered"),
-)
 _MOST = 6  # attempts that are named one by one
-_TOLD = {ATTEMPT, SHED, SCANS, *KINDS.values()} - {
-    "guard_stopped"
-}  # events of what the other rules here find in the series
-_WORST = ("logits/abs_max", "act/abs_max")  # a NaN or infinity in one of these is named
+_TOLD = {ATTEMPT, SHED, SCANS, *KINDS.values()}  # events of what the rules find in the series
 _MONITOR = (  # running counts of the recorder, and what to look at
     ("sys/monitor/dropped", "records lost in part or whole, noticed", "the host or its disk was too slow"),
     ("sys/monitor/failed", "failed writes", "the log says which and why"),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Unusual:
-    """One kind of trouble.
-
-    Attributes:
-        what: What happened.
-        steps: Where it happened, rising; empty if it has no place.
-        detail: How bad.
-    """
-
-    what: str
-    steps: tuple[int, ...] = ()
-    detail: str = ""
-
-    def __str__(self) -> str:
-        at = f" at {format_steps(self.steps)}" if self.steps else ""
-        return f"{self.what}{at}{f' ({self.detail})' if self.detail else ''}"
-
-
-def format_steps(steps: Sequence[int], most: int = 6) -> str:
-    """Steps as stretches, no more than `most` of them.
-
-    >>> format_steps([3, 7, 8, 9, 40])
-    'steps 3, 7-9, 40'
-    """
-    cuts = [i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1]
-    stretches = [steps[a:b] for a, b in zip([0, *cuts], [*cuts, len(steps)], strict=True)]
-    shown = [f"{part[0]:,}" if len(part) == 1 else f"{part[0]:,}-{part[-1]:,}" for part in stretches[:most]]
-    more = f" and {len(stretches) - most} more stretches" if len(stretches) > most else ""
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}{more}"
-
-
-def find_unusual(run: History, plan: Plan | None = None) -> list[Unusual]:
-    """Everything unusual in a run, the most serious first; empty when nothing was.
+def find_unusual(run: History, plan: Plan | None = None, signals: Sequence[Signal] | None = None) -> list[Unusual]:
+    """Everything unusual in a run: what moved, by its first step, then what became of the record. Empty for nothing.
 
     Args:
         run: The record, from `probes_jax.open_run`.
         plan: Thresholds; by default those that the run was recorded with.
+        signals: The first screen, where it is known already.
     """
     manifest = run.manifest()
     plan = find_plan(manifest) if plan is None else plan
-    found = [*_counts(run), *_nonfinite(run), *_walks(run), *_co_spikes(run), *_spikes(run, plan), *_monitor(run)]
-    found += [*_budget(run), *_missing_steps(run), *_lacking(run)]
+    signals = first_screen(run, plan) if signals is None else signals
+    found = [*find_movements(run, plan, signals), *_monitor(run), *_budget(run), *_missing_steps(run), *_lacking(run)]
     return [*found, *_attempts(run, manifest), *_events(run)]
-
-
-def _walks(run: History) -> Iterator[Unusual]:
-    """Where a gradient of an activation exploded: what the first such scan says of it."""
-    steps = jumps(run)
-    if steps:
-        for line in walk_run(run, steps[0]).lines():
-            yield Unusual(line, (steps[0],))
-
-
-def _measured(run: History, name: str) -> tuple[np.ndarray, np.ndarray]:
-    steps, values, present = read(run, name)
-    return steps[present], values[present]
-
-
-def _numbers(steps: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(step) for step in steps)
-
-
-def _counts(run: History) -> Iterator[Unusual]:
-    for name, what in _COUNTS:
-        steps, total = _rises(run, name)
-        if steps:
-            yield Unusual(what, steps, total)
-
-
-def _rises(run: History, name: str) -> tuple[tuple[int, ...], str]:
-    """Where a running count rose, and by how much in all; a resumed run may count from 0 again."""
-    steps, values = _measured(run, name)
-    rises = np.maximum(np.diff(values, prepend=0.0), 0.0)
-    return _numbers(steps[rises > 0]), f"{format_value(float(rises.sum()), 'count')} in all"
-
-
-def _nonfinite(run: History) -> Iterator[Unusual]:
-    for name in _WORST:
-        steps, values = _measured(run, name)
-        bad = ~np.isfinite(values)
-        if bad.any():
-            first = where(run, name, int(steps[bad][0]))
-            yield Unusual(f"NaN or infinity in {name}", _numbers(steps[bad]), f"first in {first}" if first else "")
-
-
-def _co_spikes(run: History) -> Iterator[Unusual]:
-    steps, values = _measured(run, "alert/co_spike")
-    if (values > 0).any():
-        yield Unusual("co-spike of loss and gradient norm", _numbers(steps[values > 0]))
-
-
-def _spikes(run: History, plan: Plan) -> Iterator[Unusual]:
-    for name, signal in DETECTORS.items():
-        steps, scores = _measured(run, f"{signal}/spike/score")
-        high = scores > plan.theta
-        if high.any():
-            worst = int(np.argmax(np.where(high, scores, -np.inf)))
-            detail = f"worst score {format_value(scores[worst], '1')} at {steps[worst]:,}, threshold {plan.theta:g}"
-            yield Unusual(f"spike of {name}", _numbers(steps[high]), detail)
 
 
 def _monitor(run: History) -> Iterator[Unusual]:
     for name, what, hint in _MONITOR:
-        steps, total = _rises(run, name)
+        steps, total = rises(run, name)
         if steps:
             yield Unusual(what, steps, f"{total}; {hint}")
-    seen, reported = (_measured(run, f"sys/monitor/points_{word}")[1] for word in ("seen", "reported"))
+    seen, reported = (measured(run, f"sys/monitor/points_{word}")[1] for word in ("seen", "reported"))
     if seen.size and reported.size and reported[-1] < seen[-1]:
         counts = f"{reported[-1]:,.0f} of {seen[-1]:,.0f} reported"
         yield Unusual("observed points that did not report", (), f"{counts}; probes coverage names them")

@@ -101,7 +101,8 @@ class Coverage:
 
     def __str__(self) -> str:
         counts = f"{len(self.reported)} of {len(self.seen)} observed points reported"
-        return "\n".join([counts if self.points else LIGHT_ONLY, *missing_lines(self.missing)])
+        none = "no activations are observed" if "act" in dict(self.missing) else LIGHT_ONLY
+        return "\n".join([counts if self.points else none, *missing_lines(self.missing)])
 
     def table(self) -> list[tuple[str, ...]]:
         """The points as rows of text under `HEADINGS`; layers that are alike are one row.

@@ -13,10 +13,13 @@ from probes_jax.spec import check
 class Guard:
     """Skips an update exactly: parameters and optimizer state stay as they were.
 
+    It decides on loss and gradient, before there is an update. An update that is not finite though both are (too large
+    a learning rate) is applied, counted in `alert/nonfinite_accepted`, which is an alarm, and ruins the next loss.
+
     Attributes:
         nonfinite: Skip when the loss or a gradient element is NaN or infinite.
         co_spike: Skip when loss and gradient norm both spike (the detectors' `theta`).
-        max_consecutive: After this many skips in a row the guard stops the run: it never accepts a bad update.
+        max_consecutive: After this many skips in a row the guard stops the run: it skips every later update, too.
     """
 
     nonfinite: bool = True

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from probes_jax.spec.plan import Plan
-from probes_jax.step.program import enabled
+from probes_jax.spec.switch import enabled
 
 Facts = Mapping[str, str]  # what must be the same, by name
 _WORDS = 4  # of a fingerprint, the last one the length of the text behind it

@@ -204,6 +204,7 @@ class Objective:
         split = self.partition.tokens(tokens.nll.shape)
         if tokens.weight is None:
             rows = measure_scalar_loss(tokens.nll, split.axes)
+            notes.missing["loss/shard"] = "loss_fn returns one number; return pj.Loss(nll=...), with a loss per token"
         else:
             rows = summarize_where_it_lies(
                 functools.partial(measure_loss, groups=self.plan.groups), split, tokens.nll, tokens.weight, tokens.group

@@ -13,6 +13,7 @@ from probes_jax.observe.wrap import wrap
 from probes_jax.signals.loss import measure_scalar_loss
 from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
+from probes_jax.spec.switch import enabled
 from probes_jax.stats.manual import add_up
 from probes_jax.step.accumulate import accumulate, check_batch
 from probes_jax.step.alike import check_alike, setting_facts, shape_facts
@@ -24,10 +25,13 @@ from probes_jax.step.monitor import MonitorState, init_monitor
 from probes_jax.step.objective import Notes, Objective, Part
 from probes_jax.step.pack import widen
 from probes_jax.step.partition import find_mesh, find_partition
-from probes_jax.step.program import EMPTY, enabled
+from probes_jax.step.program import EMPTY
 from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
+
+_ONE_NUMBER = "measure was given the loss as one number; Monitor.value_and_grad, of a monitor with a model, measures it"
+_NOT_OF_ONE_NUMBER = ("act", "grad_act", "logits", "loss/shard")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("settings",))
@@ -226,4 +230,5 @@ def _noted(part: Part, notes: Notes) -> Part:
 
 def _part_of_scalar(loss: jax.Array, axes: tuple[str, ...]) -> Part:
     rows = measure_scalar_loss(jnp.asarray(loss), axes)
-    return Part(jnp.float32(1.0), rows, (), {}, None, None, ())
+    missing = tuple((name, _ONE_NUMBER) for name in _NOT_OF_ONE_NUMBER)
+    return Part(jnp.float32(1.0), rows, (), {}, None, None, (), missing=missing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
@@ -18,11 +17,6 @@ from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core, apply_update, train_only
 
 EMPTY = Layout("off", ())
-
-
-def enabled() -> bool:
-    """False when the environment says PROBES_JAX=off: every call is then a plain train step."""
-    return os.environ.get("PROBES_JAX", "on").lower() not in ("off", "0", "false", "no")
 
 
 def step_program(settings: Settings, program: str, step: jax.Array, core: Core, batch: Any) -> tuple[Core, Report]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
+from probes_jax.spec.near import near_names
 from probes_jax.spec.readings import Readings, decoder_of
 
 
@@ -24,9 +24,7 @@ class Scalars(dict[str, Any]):
     """
 
     def __missing__(self, name: Any) -> Any:
-        below = [known for known in self if known.startswith(f"{name}/")]
-        near = [*sorted(below, key=len)[:3], *difflib.get_close_matches(str(name), self, 3)]
-        meant = ", ".join(map(repr, dict.fromkeys(near))) if near else "one of list(report.scalars())"
+        meant = ", ".join(map(repr, near_names(str(name), self))) or "one of list(report.scalars())"
         raise KeyError(f"nothing was measured as {name!r} on this step; did you mean {meant}?")
 
     def __reduce__(self) -> Any:

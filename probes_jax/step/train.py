@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from probes_jax.spec.switch import enabled
 from probes_jax.stats.manual import manual_axes
 from probes_jax.step.alike import check_alike, switch
 from probes_jax.step.pack import widen
-from probes_jax.step.program import enabled, step_program
+from probes_jax.step.program import step_program
 from probes_jax.step.report import Report
 from probes_jax.step.settings import Settings
 from probes_jax.step.state import TrainState

@@ -50,6 +50,16 @@ def test_what_cannot_be_seen_is_said_once_with_the_line_that_mends_it(said):
     assert "opt/learning_rate: build it with pj.chain" in line
 
 
+def test_a_loop_without_a_model_says_it_too_and_says_it_once(said):
+    missing = (("act", "no model"), ("grad/clip_rate", "build it with pj.chain"))
+    none = Coverage(seen=(), missing=missing)
+    record(
+        [dataclasses.replace(report(step, layout), coverage=none) for step, layout in enumerate((LIGHT, FULL, LIGHT))]
+    )
+    (line,) = said()
+    assert "grad/clip_rate: build it with pj.chain" in line
+
+
 def test_a_long_list_is_cut_and_counted(said):
     record([report(0, FULL, tuple((f"layer{i}", "lost") for i in range(20)))])
     assert "and 12 more, in report.coverage.missing" in said()[0]

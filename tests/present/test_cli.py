@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -113,7 +114,9 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == __version__
 
 
-@pytest.mark.parametrize("arguments", [["bogus"], ["screen"], ["metrics", "--json", "--markdown"]])
+@pytest.mark.parametrize(
+    "arguments", [["bogus"], ["screen"], ["metrics", "--json", "--markdown"], ["series", "RUN", "NAME", "--last", "0"]]
+)
 def test_wrong_use(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
@@ -173,3 +176,48 @@ def test_a_folder_of_runs_lists_them(tmp_path, capsys, command):
     assert "and 14 more" in capsys.readouterr().err
     assert main([command, str(tmp_path / "notes")]) == 1
     assert "nothing was recorded there yet" in capsys.readouterr().err
+
+
+def test_a_metric_asked_for_by_name_comes_with_its_definition(capsys):
+    assert main(["metrics", "opt/learning_rate"]) == 0
+    out = capsys.readouterr().out
+    spec = REGISTRY["opt/learning_rate"]
+    for text in (spec.definition, spec.catches, spec.reduction, spec.timing, spec.source):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("learning", "opt/learning_rate"), ("clip", "grad/clip_rate"), ("grad/nrm", "grad/norm")]
+)
+def test_a_metric_that_is_not_there_has_near_matches(tmp_path, capsys, asked, meant):
+    assert main(["metrics", asked]) == 2
+    assert meant in capsys.readouterr().err
+
+
+def _series(folder):
+    sink = StoreSink(folder)
+    for step, (value, present) in enumerate([(2.0, True), (0.0, False), (math.nan, True), (0.1234567891, True)]):
+        sink.write(Readings(step, "light", ("grad/norm",), np.array([value]), np.array([present])))
+    sink.close()
+    return str(folder)
+
+
+def test_a_series_has_a_line_for_each_step_that_measured_it(tmp_path, capsys):
+    run = _series(tmp_path / "run")
+    assert main(["series", run, "grad/norm"]) == 0
+    assert capsys.readouterr().out == "0\t2\n2\tnan\n3\t0.1234568\n"
+    for last, shown in (("1", "3\t0.1234568\n"), ("99", "0\t2\n2\tnan\n3\t0.1234568\n")):
+        assert main(["series", run, "grad/norm", "--last", last]) == 0
+        assert capsys.readouterr().out == shown
+
+
+def test_a_series_for_a_program_is_strict_json(tmp_path, capsys):
+    assert main(["series", _series(tmp_path / "run"), "grad/norm", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=_refuse)
+    assert found == {"name": "grad/norm", "steps": [0, 2, 3], "values": [2.0, {"$float": "NaN"}, 0.1234567891]}
+
+
+def test_a_series_that_is_not_there_has_near_matches(tmp_path, capsys):
+    assert main(["series", _series(tmp_path / "run"), "grad/nrm"]) == 2
+    error = capsys.readouterr().err
+    assert "no series 'grad/nrm'; did you mean 'grad/norm'?" in error and error.count("\n") == 1

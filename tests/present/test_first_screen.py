@@ -45,7 +45,7 @@ def test_the_group_other_is_shown_once_it_has_a_token():
 
 def test_the_last_measured_value_and_its_step():
     row = _row(FakeRun({"act/abs_max": ([0, 100, 200], [1.0, 7.0, None])}), "act/abs_max")
-    assert (row.value, row.step, row.state, row.since) == (7.0, 100, State.OK, 0)
+    assert (row.value, row.step, row.state, row.since) == (7.0, 100, State.NEW, 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -58,7 +58,7 @@ def test_a_value_that_is_not_finite_is_an_alert(name, bad):
 @pytest.mark.parametrize(
     ("score", "state"),
     [
-        (None, State.OK),
+        (None, State.NEW),
         (2.9, State.OK),
         (3.1, State.WATCH),
         (6.0, State.WATCH),
@@ -70,20 +70,48 @@ def test_the_score_of_the_detector_decides(score, state):
     for name, signal in (("loss/mean", "loss"), ("grad/norm", "grad")):
         row = _row(FakeRun({name: [1.0, 1.0], f"{signal}/spike/score": [None, score]}), name)
         assert row.state is state
-        assert row.since == (0 if state is State.OK else 1)
+        assert row.since == (0 if state is State.NEW else 1)
 
 
 def test_the_scores_need_not_cover_every_step():
     run = FakeRun({"loss/mean": ([0, 5, 9], [1.0, 1.0, 1.0]), "loss/spike/score": ([5], [7.0])})
-    steps, _, found = states(run, "loss/mean", Plan())
-    assert steps.tolist() == [0, 5, 9] and found.tolist() == [State.OK, State.ALERT, State.OK]
+    steps, _, found = states(run, "loss/mean", Plan(min_history=2))
+    assert steps.tolist() == [0, 5, 9] and found.tolist() == [State.NEW, State.ALERT, State.OK]
 
 
 def test_of_a_long_run_the_last_steps_are_looked_at():
-    run = FakeRun({"loss/mean": [math.nan] * 5 + [1.0] * 5})
-    steps, values, found = states(run, "loss/mean", Plan(), recent=6)
-    assert steps.tolist() == [4, 5, 6, 7, 8, 9] and np.isnan(values[0])
-    assert found.tolist() == [State.ALERT] + [State.OK] * 5
+    run = FakeRun({"loss/mean": [1.0] * 5 + [math.nan] * 5 + [1.0] * 5})
+    steps, values, found = states(run, "loss/mean", Plan(min_history=5), recent=6)
+    assert steps.tolist() == [9, 10, 11, 12, 13, 14] and np.isnan(values[0])
+    assert found.tolist() == [State.ALERT] + [State.OK] * 5, "the steps before are no part of it, but they are history"
+
+
+def test_without_enough_earlier_values_a_signal_is_new():
+    for count, state in ((0, State.NEW), (31, State.NEW), (32, State.OK)):
+        assert _row(FakeRun({"logits/abs_max": [1.0] * count + [1.0]}), "logits/abs_max").state is state
+    assert _row(FakeRun({"logits/abs_max": [math.nan] * 40 + [1.0]}), "logits/abs_max").state is State.NEW
+    assert _row(FakeRun({"loss/group/law/token_share": [0.0] * 40}), "loss/group/law/token_share").state is State.OK
+    assert _row(FakeRun({"grad/clip_rate": [0.0]}), "grad/clip_rate").state is State.OK, "it never has a score"
+
+
+@pytest.mark.parametrize(
+    ("values", "state"),
+    [
+        ([9.0, 10.0], State.NEW),
+        ([9.0, 10.0, 2.4e5], State.NEW),  # too few for a median
+        ([9.0, 10.0, 11.0, 2.4e5], State.ALERT),
+        ([9.0, 10.0, 11.0, 60.0], State.WATCH),
+        ([9.0, 10.0, 11.0, 40.0], State.NEW),
+        ([9.0, 10.0, 11.0, 0.001], State.NEW),
+        ([0.0, 0.0, 0.0, 1.0], State.NEW),
+        ([10.0] * 32 + [10.5], State.ALERT),  # there is a score now, and it is stricter
+    ],
+)
+def test_until_a_scanned_signal_has_a_score_it_is_compared_with_its_earlier_scans(values, state):
+    steps = range(0, 100 * len(values), 100)
+    assert _row(FakeRun({"act/abs_max": (steps, values)}), "act/abs_max").state is state
+    if len(values) < 32:  # what every step measures has to wait for its score
+        assert _row(FakeRun({"logits/abs_max": values}), "logits/abs_max").state is State.NEW
 
 
 def test_a_signal_without_a_detector_is_scored_against_itself():
@@ -172,8 +200,8 @@ def test_the_table_shows_every_cell():
     Console(file=out, width=120).print(signals_table(first_screen(run), title="Now"))
     lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.strip()}
     assert lines["loss/mean"] == ["loss/mean", "NaN", "nat/token", "alert", "1"]
-    assert lines["grad/norm"] == ["grad/norm", "0.5000", "ok", "0", "at", "step", "0"], "measured before the last step"
-    assert lines["act/abs_max"] == ["act/abs_max", "3.000", "ok", "1"]
+    assert lines["grad/norm"] == ["grad/norm", "0.5000", "new", "0", "at", "step", "0"], "measured before the last step"
+    assert lines["act/abs_max"] == ["act/abs_max", "3.000", "new", "1"]
     assert lines["logits/abs_max"] == ["logits/abs_max", "-", "no", "data", "-"]
 
 

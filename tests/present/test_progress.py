@@ -187,3 +187,17 @@ def test_in_a_terminal_the_bar_says_what_is_compiled():
         live.update()
         live._live.refresh()
         assert "training" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_where_monitoring_is_off_that_is_said_and_nothing_is_compiled(monkeypatch, terminal):
+    monkeypatch.setenv("PROBES_JAX", "off")
+    out = io.StringIO()
+    with LiveSignals(
+        _Recorder(), Plan(), total=3, console=Console(file=out, force_terminal=terminal, width=100)
+    ) as live:
+        for _ in range(3):
+            live.update()
+    text = out.getvalue()
+    assert "monitoring is off (PROBES_JAX=off)" in text and "compiling" not in text
+    assert terminal or text.count("off") == 2, "one line"

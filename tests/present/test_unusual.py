@@ -9,7 +9,8 @@ import pytest
 from probes_jax.host.run_folder import open_run
 from probes_jax.host.store_sink import StoreSink
 from probes_jax.present.screen import print_screen
-from probes_jax.present.unusual import Unusual, find_unusual, format_steps
+from probes_jax.present.trouble import Unusual, format_steps
+from probes_jax.present.unusual import find_unusual
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
 
@@ -170,3 +171,29 @@ def test_the_screen_prints_both_parts():
 def test_the_screen_goes_to_standard_output_by_default(capsys):
     print_screen(FakeRun(QUIET))
     assert "First screen, step 2" in capsys.readouterr().out
+
+
+def _printed(manifest=None):
+    from rich.console import Console
+
+    out = io.StringIO()
+    print_screen(FakeRun(QUIET, manifest), Console(file=out, width=120))
+    return out.getvalue()
+
+
+def test_the_title_says_when_the_last_attempt_began():
+    attempts = [
+        {"attempt": 1, "first_step": 0, "created": 0.0},
+        {"attempt": 2, "first_step": 2, "created": 1796045155.3},
+    ]
+    assert _printed({"attempts": attempts}).splitlines()[0].strip() == (
+        "First screen, step 2, begun 2026-11-30 13:25 UTC"
+    )
+    assert _printed({"attempts": [], "created": 0.0}).startswith("First screen, step 2, begun 1970-01-01 00:00 UTC")
+    assert _printed().splitlines()[0].strip() == "First screen, step 2"
+
+
+def test_with_monitoring_off_the_screen_says_that_it_is_an_older_run(monkeypatch):
+    assert "PROBES_JAX=off" not in _printed()
+    monkeypatch.setenv("PROBES_JAX", "off")
+    assert _printed().startswith("Here monitoring is off (PROBES_JAX=off): nothing is recorded.")

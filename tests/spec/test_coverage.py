@@ -33,6 +33,7 @@ def test_print_is_short():
     many = Coverage(POINTS, tuple((f"p{i}", "why") for i in range(100)))
     assert len(str(many).splitlines()) == 10 and str(many).endswith("and 92 more, in report.coverage.missing")
     assert "full program only" in str(Coverage())
+    assert "full program only" not in str(Coverage(missing=(("act", "no model"),)))
 
 
 def test_the_table_has_one_row_for_layers_that_are_alike():

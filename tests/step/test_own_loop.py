@@ -53,6 +53,10 @@ def test_a_scalar_loss_gives_the_values_of_the_monitored_step():
         assert {name for name in scalars if name.startswith(families)} == set(wanted)
         for name, value in wanted.items():
             assert scalars[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    told = str(report.coverage).splitlines()
+    assert told[0] == "no activations are observed", "and no step of this loop will"
+    for name in ("act", "grad_act", "logits", "loss/shard"):
+        assert "one number" in dict(report.coverage.missing)[name]
 
 
 @pytest.mark.parametrize("there_and_back", [True, False])

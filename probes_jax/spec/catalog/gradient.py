@@ -261,7 +261,7 @@ METRICS = (
         "alert/nonfinite_accepted",
         "n_accepted",
         "count",
-        "non-finite gradients that the optimizer took in, and non-finite updates (NaN, inf), skipped ones left out",
+        "updates applied that were made from a NaN or infinite loss or gradient, or whose own norm is NaN or infinite",
         "running sum over steps",
         "parameters that are corrupt from here on",
         priority=Priority.P0,

@@ -18,8 +18,9 @@ def _metric(
     timing: str,
     catches: str,
     source: str,
+    priority: Priority = Priority.P1,
 ) -> MetricSpec:
-    return MetricSpec(name, symbol, unit, Priority.P1, cadence, definition, reduction, timing, catches, source)
+    return MetricSpec(name, symbol, unit, priority, cadence, definition, reduction, timing, catches, source)
 
 
 METRICS = (
@@ -55,6 +56,7 @@ METRICS = (
         _APPLIED,
         "instability that shows in updates before loss and gradient norm",
         "public notes of a 32B run: update-norm spikes came first",
+        Priority.P0,
     ),
     _metric(
         "update/{path}/norm",

@@ -125,7 +125,7 @@ def _first_to_move(run: History, found: Sequence[Unusual]) -> Iterator[Unusual]:
     """Of the trouble in which most signals moved: which moved first, and whether the learning rate had changed."""
     moved = [(step, name) for item in found for step in item.steps for name in item.signals]
     steps = sorted({step for step, _ in moved})
-    troubles = [[pair for pair in moved if pair[0] in set(stretch)] for stretch in split(steps, APART)]
+    troubles = [[pair for pair in moved if s[0] <= pair[0] <= s[-1]] for s in split(steps, APART)]
     if not troubles:
         return
     trouble = max(troubles, key=lambda pairs: len({name for _, name in pairs}))

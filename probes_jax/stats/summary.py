@@ -146,9 +146,11 @@ class Summary:
 
 def merge_all(summaries: Iterable[Summary]) -> Summary:
     """Merges one or more summaries."""
-    # Behind the barrier each is made once. XLA would pick the columns of hundreds apart in the kernel that adds them,
-    # and compile that one kernel for seconds.
-    first, *others = jax.lax.optimization_barrier(tuple(summaries))
+    # Behind the barrier each is made once. XLA on CPU would pick the columns of hundreds apart in the kernel that adds
+    # them, and compile that one kernel for seconds. On TPU it would wait for the last and hold what the others read.
+    first, *others = jax.lax.platform_dependent(
+        tuple(summaries), cpu=jax.lax.optimization_barrier, default=lambda parts: parts
+    )
     return functools.reduce(Summary.merge, others, first)
 
 

@@ -65,6 +65,7 @@ class _Lift:
     axis: int | None
     mark: int  # number of visits when it was entered
     variable: str  # what records made inside are kept in
+    hidden: str | None  # the JAX transform that its own records would have to leave
     inner: int = 0  # transforms entered in the present trace of its body
 
     @property
@@ -250,11 +251,9 @@ class LinenRecorder:
                 f"inside {name}, which is not observed; move the module out of {name}, or observe what {name} returns: "
                 "pj.observe(name, x)"
             )
-        if not owner.scope.is_mutable_collection(self.collection):
-            return NOT_CARRIED
-        if owner.scope.trace_level != tracers.current_trace():
-            return RAW.format(hiding(owner.scope.trace_level))
-        return None
+        if hidden := self.hidden([owner.scope]):
+            return RAW.format(hidden)
+        return None if owner.scope.is_mutable_collection(self.collection) else NOT_CARRIED
 
     def _is_repeated(self, visit: Visit) -> bool:
         """Whether a transform traces the same call again; only its first trace is listed."""
@@ -266,12 +265,18 @@ class LinenRecorder:
     def owns(self, scopes: list[Any]) -> bool:
         return bool(scopes) and all(scope.flags.get(FLAG) == self.collection for scope in scopes)
 
+    def hidden(self, scopes: list[Any]) -> str | None:
+        around = (f.hidden for f in self._frames if isinstance(f, _Lift))
+        return next(filter(None, (*around, *map(_hidden, scopes))), None)
+
     @contextlib.contextmanager
     def lifted(self, name: str, scopes: list[Any], axis: int | None) -> Iterator[None]:
         self._restart()
         paths = tuple(tuple(scope.path) for scope in scopes)
         caller = next((f.path for f in reversed(self._frames) if isinstance(f, _Call)), None)
-        frame = _Lift(name, paths, caller if caller in paths else None, axis, len(self.visits), self._enter(name))
+        hidden = self.hidden(scopes)
+        myself = caller if caller in paths else None
+        frame = _Lift(name, paths, myself, axis, len(self.visits), self._enter(name), hidden)
         roots = list({id(scope.root): scope.root for scope in scopes}.values())
         roots = roots if name in linen_lift.CARRIED else []
         before = [take(root._variables.get(self.collection, {})) for root in roots]
@@ -324,6 +329,11 @@ class LinenRecorder:
         path = (*path, *record.below)
         lifted = max((p for p in frame.paths if path[: len(p)] == p), key=len, default=path)
         return record.stacked(len(lifted) + (lifted == frame.myself and len(path) > len(lifted)))
+
+
+def _hidden(scope: Any) -> str | None:
+    """The JAX transform that runs between the scope's variables, which its root holds, and now; None without one."""
+    return None if scope.root.trace_level == tracers.current_trace() else hiding(scope.root.trace_level)
 
 
 def _is_method(cls: type, name: str, function: Any) -> bool:

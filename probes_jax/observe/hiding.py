@@ -9,6 +9,7 @@ from jax.extend.core import get_opaque_trace_state
 
 UNKNOWN = "a JAX transform"
 RULE = "jax.custom_vjp or jax.custom_jvp"
+RULES = (RULE, "jax.custom_vjp", "jax.custom_jvp", "jax.jvp")  # given tangents or gradients of a known structure
 _OF_TRACE = {"BatchTrace": "jax.vmap", "LinearizeTrace": "jax.grad", "JVPTrace": "jax.jvp"}
 _OF_BODY = {
     "jit": "jax.jit",

@@ -16,6 +16,7 @@ from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
 from probes_jax.observe.hiding import hiding
+from probes_jax.observe.instead import instead_in_linen
 from probes_jax.observe.lift import carried_by, not_carried
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
@@ -25,17 +26,11 @@ from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
-RAW = (
-    "inside {0}, which Flax does not know of; use nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes "
-    "out of {0}"
-)
+RAW = "inside {0}, which Flax does not know of; {1}"
+REFUSED = "inside {0}, which is not observed; {1}"
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
     "module out of it"
-)
-NO_BACKWARD = (
-    "inside {0}, whose backward pass is its own; for the gradient of the loss observe what {0} returns: "
-    "pj.observe(name, x)"
 )
 
 
@@ -247,12 +242,9 @@ class LinenRecorder:
         refused = [f.name for f in self._frames if isinstance(f, _Lift) and f.name in linen_lift.REFUSED]
         if refused:
             name = f"nn.{refused[-1]}"
-            return (
-                f"inside {name}, which is not observed; move the module out of {name}, or observe what {name} returns: "
-                "pj.observe(name, x)"
-            )
+            return REFUSED.format(name, instead_in_linen(name))
         if hidden := self.hidden([owner.scope]):
-            return RAW.format(hidden)
+            return RAW.format(hidden, instead_in_linen(hidden))
         return None if owner.scope.is_mutable_collection(self.collection) else NOT_CARRIED
 
     def _is_repeated(self, visit: Visit) -> bool:

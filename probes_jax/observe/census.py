@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from probes_jax.observe.names import Names, Path
 from probes_jax.observe.point import Point, point_name
@@ -21,6 +21,10 @@ LOST = (
 NEVER_CALLED = (
     "never called: the loss reads the module's parameters without calling it, or does not use it at all; call the "
     "module, or name the value where it is made with pj.observe"
+)
+NO_BACKWARD = (
+    "inside {0}, whose backward pass is its own; for the gradient of the loss observe what {0} returns: "
+    "pj.observe(name, x)"
 )
 
 
@@ -128,6 +132,21 @@ def find_uncalled(
         if outermost and outermost not in called and outermost[:-1] in entered:
             found[outermost] = None
     return list(found)
+
+
+def without_backward(points: Iterable[Point], derivatives: Collection[str]) -> dict[Point, str]:
+    """Points whose gradient of the loss cannot be seen, named after the gradient.
+
+    Args:
+        points: Those that report.
+        derivatives: Names of transforms that have a backward pass of their own.
+    """
+    inside = {point: [name for name in point.through if name in derivatives] for point in points}
+    return {
+        dataclasses.replace(point, name=f"grad_act/{point}"): NO_BACKWARD.format(found[-1])
+        for point, found in inside.items()
+        if found
+    }
 
 
 def _pair(

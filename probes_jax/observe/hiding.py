@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import get_opaque_trace_state
 
 UNKNOWN = "a JAX transform"
+RULE = "jax.custom_vjp or jax.custom_jvp"
+RULES = (RULE, "jax.custom_vjp", "jax.custom_jvp", "jax.jvp")  # given tangents or gradients of a known structure
 _OF_TRACE = {"BatchTrace": "jax.vmap", "LinearizeTrace": "jax.grad", "JVPTrace": "jax.jvp"}
 _OF_BODY = {
     "jit": "jax.jit",
@@ -39,11 +42,21 @@ def hiding(outer: Any) -> str:
         (2,)
     """
     end, trace = _trace(outer), _trace(get_opaque_trace_state(convention="flax"))
+    around = [t for t in _outwards(end) if getattr(t, "parent_trace", None)]
     found = UNKNOWN
-    while trace is not None and trace is not end:  # a shard_map or custom_vjp does not say what it is inside of
-        found = _name(trace) or found
-        trace = getattr(trace, "parent_trace", None)
+    for inner in _outwards(trace):
+        if inner is end:
+            break
+        if inner in around:  # a rule of derivation runs beside the derivative that asks for it, not in it
+            return RULE
+        found = _name(inner) or found  # a shard_map or custom_vjp does not say what it is inside of
     return found
+
+
+def _outwards(trace: Any) -> Iterator[Any]:
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
 
 
 def _trace(state: Any) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -18,12 +17,12 @@ from flax.linen import module as linen_module
 
 from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
-from probes_jax.observe.census import Returned, settle
+from probes_jax.observe.census import Returned, settle, without_backward
 from probes_jax.observe.evaluation import OUTSIDE, Evaluation, Run, runs_in
 from probes_jax.observe.hiding import hiding
 from probes_jax.observe.linen_lift import FORWARD_ONLY
 from probes_jax.observe.linen_places import path_of, records_in
-from probes_jax.observe.linen_recorder import FLAG, NO_BACKWARD, LinenRecorder
+from probes_jax.observe.linen_recorder import FLAG, LinenRecorder
 from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
 from probes_jax.observe.point import Point
@@ -31,6 +30,7 @@ from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
 
 PREFIX = f"{FLAG}_"  # how the names of our collections begin
+DERIVATIVES = tuple(f"nn.{name}" for name in FORWARD_ONLY)
 NOT_STATE = ("intermediates", "perturbations")  # outputs of one call, never carried from step to step
 _numbers = itertools.count()
 
@@ -269,7 +269,7 @@ class LinenBound(Bound):
 
         result = settle(visits, _returned(raw), leaves, stacks)
         tapped = bool(self._evaluation.levels[0].slots)
-        missing = {**result.missing, **(_without_backward(result.points) if tapped else {})}
+        missing = {**result.missing, **(without_backward(result.points, DERIVATIVES) if tapped else {})}
         seen = tuple(result.seen)
         return Captured(result.points, self._state, self._outputs, seen, missing, stacks, raw, backward)
 
@@ -303,16 +303,6 @@ class _Initializing(LinenBound):
 def _returned(raw: Any) -> list[Returned]:
     """The model's records in everything observed, with where they were found."""
     return [found for run in runs_in(raw) for found in records_in(jax.tree.map(lambda x: x, run))]
-
-
-def _without_backward(points: Iterable[Point]) -> dict[Point, str]:
-    """Points whose gradient of the loss cannot be seen, named after the gradient."""
-    inside = {point: [t for t in point.through if t.removeprefix("nn.") in FORWARD_ONLY] for point in points}
-    return {
-        dataclasses.replace(point, name=f"grad_act/{point}"): NO_BACKWARD.format(found[-1])
-        for point, found in inside.items()
-        if found
-    }
 
 
 def _follows(value: Any) -> bool:

@@ -25,6 +25,7 @@ FORWARD_ONLY = ("vjp", "jvp", "value_and_grad")
 CARRIED = (*PER_LAYER, "remat", "map_variables", *FORWARD_ONLY)
 # Branches, loops and rules of derivation return the same structure whichever way they run: nothing is observed inside.
 REFUSED = ("cond", "switch", "while_loop", "custom_vjp")
+PASSED = ("jit", "fold_rngs")  # hand all collections in and out by themselves
 
 
 class Carrier(Protocol):
@@ -35,6 +36,10 @@ class Carrier(Protocol):
 
     def owns(self, scopes: list[Any]) -> bool:
         """Whether all scopes belong to the model that is observed."""
+        ...
+
+    def hidden(self, scopes: list[Any]) -> str | None:
+        """The JAX transform that stands between what holds the variables of the scopes and now, None without one."""
         ...
 
     def lifted(self, name: str, scopes: list[Any], axis: int | None) -> contextlib.AbstractContextManager[None]:
@@ -100,12 +105,13 @@ def _make_pack(original: Callable[..., Any]) -> Callable[..., Any]:
     def pack(
         fn: Any, in_variable_filters: Any, out_variable_filters: Any, rng_filters: Any, name: Any = None, **options: Any
     ) -> Callable[..., Any]:
-        if not _active.carriers or name not in (*CARRIED, *REFUSED):
+        if not _active.carriers or name not in (*CARRIED, *REFUSED, *PASSED):
             return original(fn, in_variable_filters, out_variable_filters, rng_filters, name=name, **options)
         carrier = _active.carriers[-1]
         ins, outs = list(in_variable_filters), list(out_variable_filters)
         axis = _params_axis(ins, len(ins) - len(_active.axes or ())) if name in PER_LAYER else None
         _set_filters(name, carrier, ins, outs)
+        passing = original(fn, in_variable_filters, out_variable_filters, rng_filters, name=name, **options)
         plain = original(fn, tuple(ins), tuple(outs), rng_filters, name=name, **options)
 
         @functools.wraps(plain)
@@ -113,6 +119,8 @@ def _make_pack(original: Callable[..., Any]) -> Callable[..., Any]:
             scopes = _scopes(scope_tree)
             if not carrier.owns(scopes):
                 return plain(scope_tree, *args, **kwargs)
+            if name in PASSED and not carrier.hidden(scopes):
+                return passing(scope_tree, *args, **kwargs)
             with carrier.lifted(name, scopes, axis):
                 return plain(scope_tree, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from probes_jax.observe import linen_lift
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
 from probes_jax.observe.hiding import hiding
+from probes_jax.observe.instead import instead_in_linen
 from probes_jax.observe.lift import carried_by, not_carried
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
@@ -25,17 +26,11 @@ from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.roles import takes_input
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
-RAW = (
-    "inside {0}, which Flax does not know of; use nn.remat, nn.vmap or nn.scan instead, or pj.observe on what comes "
-    "out of {0}"
-)
+RAW = "inside {0}, which Flax does not know of; {1}"
+REFUSED = "inside {0}, which is not observed; {1}"
 NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
     "module out of it"
-)
-NO_BACKWARD = (
-    "inside {0}, whose backward pass is its own; for the gradient of the loss observe what {0} returns: "
-    "pj.observe(name, x)"
 )
 
 
@@ -65,6 +60,7 @@ class _Lift:
     axis: int | None
     mark: int  # number of visits when it was entered
     variable: str  # what records made inside are kept in
+    hidden: str | None  # the JAX transform that its own records would have to leave
     inner: int = 0  # transforms entered in the present trace of its body
 
     @property
@@ -246,15 +242,10 @@ class LinenRecorder:
         refused = [f.name for f in self._frames if isinstance(f, _Lift) and f.name in linen_lift.REFUSED]
         if refused:
             name = f"nn.{refused[-1]}"
-            return (
-                f"inside {name}, which is not observed; move the module out of {name}, or observe what {name} returns: "
-                "pj.observe(name, x)"
-            )
-        if not owner.scope.is_mutable_collection(self.collection):
-            return NOT_CARRIED
-        if owner.scope.trace_level != tracers.current_trace():
-            return RAW.format(hiding(owner.scope.trace_level))
-        return None
+            return REFUSED.format(name, instead_in_linen(name))
+        if hidden := self.hidden([owner.scope]):
+            return RAW.format(hidden, instead_in_linen(hidden))
+        return None if owner.scope.is_mutable_collection(self.collection) else NOT_CARRIED
 
     def _is_repeated(self, visit: Visit) -> bool:
         """Whether a transform traces the same call again; only its first trace is listed."""
@@ -266,12 +257,18 @@ class LinenRecorder:
     def owns(self, scopes: list[Any]) -> bool:
         return bool(scopes) and all(scope.flags.get(FLAG) == self.collection for scope in scopes)
 
+    def hidden(self, scopes: list[Any]) -> str | None:
+        around = (f.hidden for f in self._frames if isinstance(f, _Lift))
+        return next(filter(None, (*around, *map(_hidden, scopes))), None)
+
     @contextlib.contextmanager
     def lifted(self, name: str, scopes: list[Any], axis: int | None) -> Iterator[None]:
         self._restart()
         paths = tuple(tuple(scope.path) for scope in scopes)
         caller = next((f.path for f in reversed(self._frames) if isinstance(f, _Call)), None)
-        frame = _Lift(name, paths, caller if caller in paths else None, axis, len(self.visits), self._enter(name))
+        hidden = self.hidden(scopes)
+        myself = caller if caller in paths else None
+        frame = _Lift(name, paths, myself, axis, len(self.visits), self._enter(name), hidden)
         roots = list({id(scope.root): scope.root for scope in scopes}.values())
         roots = roots if name in linen_lift.CARRIED else []
         before = [take(root._variables.get(self.collection, {})) for root in roots]
@@ -324,6 +321,11 @@ class LinenRecorder:
         path = (*path, *record.below)
         lifted = max((p for p in frame.paths if path[: len(p)] == p), key=len, default=path)
         return record.stacked(len(lifted) + (lifted == frame.myself and len(path) > len(lifted)))
+
+
+def _hidden(scope: Any) -> str | None:
+    """The JAX transform that runs between the scope's variables, which its root holds, and now; None without one."""
+    return None if scope.root.trace_level == tracers.current_trace() else hiding(scope.root.trace_level)
 
 
 def _is_method(cls: type, name: str, function: Any) -> bool:

@@ -14,7 +14,7 @@ from flax.nnx import tracers
 
 from probes_jax.observe.attribute import Attribute, Reach
 from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
-from probes_jax.observe.census import settle
+from probes_jax.observe.census import settle, without_backward
 from probes_jax.observe.compare import check_arrays
 from probes_jax.observe.evaluation import OUTSIDE, Evaluation
 from probes_jax.observe.names import Path
@@ -24,6 +24,8 @@ from probes_jax.observe.nnx_recorder import NNXRecorder
 from probes_jax.observe.point import Point
 from probes_jax.observe.rngs import Rngs
 from probes_jax.stats.summary import Summary
+
+DERIVATIVES = ("jax.grad",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +223,10 @@ class NNXBound(Bound):
 
         raw = recorder.evaluation.raw
         result = settle(*recorder.found(raw), params, ())
+        tapped = bool(recorder.evaluation.levels[0].slots)
+        missing = {**result.missing, **(without_backward(result.points, DERIVATIVES) if tapped else {})}
         seen = tuple(result.seen)
-        return Captured(result.points, state, self._outputs, seen, result.missing, stacks, raw, backward, axes)
+        return Captured(result.points, state, self._outputs, seen, missing, stacks, raw, backward, axes)
 
 
 def _leaf(where: tuple[Any, ...], x: Any) -> _Leaf:

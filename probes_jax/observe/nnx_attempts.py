@@ -74,11 +74,11 @@ class Attempts:
                 self._take_back()
                 marks = self._fewer(marks)
                 continue
-            more = self._recorder.without
-            if not more or not marks.paths:
+            more = marks.with_slots(self._recorder.without, self._recorder.fixed)
+            if more == marks or not marks.paths:
                 return output, marks
             self._take_back()
-            marks = dataclasses.replace(marks, slots={**marks.slots, **more})
+            marks = more
 
     def _take_back(self) -> None:
         self._recorder.forget(self._start)
@@ -120,5 +120,5 @@ def _reason(error: Exception | None) -> str:
     text = str(error).strip().partition("\n")[0][:100]
     return (
         f"inside a transform that does not take a Variable more ({type(error).__name__}: {text}); make a loop a scan, "
-        "apply the transform in the model's own call, or move the module out of it"
+        "move the module out of the transform, or observe what it returns: pj.observe(name, x)"
     )

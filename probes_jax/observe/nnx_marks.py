@@ -36,6 +36,13 @@ class Marks:
     slots: Mapping[Path, Path] = dataclasses.field(default_factory=dict)
     refused: Mapping[Path, str] = dataclasses.field(default_factory=dict)
 
+    def with_slots(self, more: Mapping[Path, Path], fixed: Mapping[Path, str]) -> Marks:
+        """With more slots, and without those in parts that are `fixed`: modules in there are refused."""
+        slots = {**self.slots, **more}
+        why = {path: reason for path in slots for part, reason in fixed.items() if path[: len(part)] == part}
+        kept = {path: owner for path, owner in slots.items() if path not in why}
+        return dataclasses.replace(self, slots=kept, refused={**self.refused, **why})
+
 
 NO_MARKS = Marks(paths=False, lifted=False)
 

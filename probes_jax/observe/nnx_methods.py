@@ -15,6 +15,7 @@ from flax import nnx
 from probes_jax.observe.patch import Patch, patched
 
 CONTAINERS = (nnx.List, nnx.Dict)  # their attributes are their items: nothing may be added
+_RULED = {type(nnx.custom_vjp(lambda x: x, graph_updates=updates)) for updates in (True, False)}
 _BASES = (nnx.Module, nnx.Pytree, nnx.Object, *CONTAINERS)
 
 
@@ -23,6 +24,10 @@ class Caller(Protocol):
 
     def call(self, module: Any, method: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs `function`, the method of that name, on the module."""
+        ...
+
+    def fix(self, arguments: Any) -> None:
+        """Hears of modules that are handed to `nnx.custom_vjp`, which knows what they hold."""
         ...
 
 
@@ -38,7 +43,7 @@ def calling(caller: Caller, classes: Iterable[type]) -> Iterator[None]:
     """Hands the calls of all public methods of these classes to `caller` while the block runs, in this thread only."""
     previous, _active.caller = _active.caller, caller
     try:
-        with patched(_patches(classes)):
+        with patched([*_patches(classes), *((cls, "__call__", _fixing) for cls in _RULED)]):
             yield
     finally:
         _active.caller = previous
@@ -72,3 +77,13 @@ def _observed(name: str, function: Any) -> Callable[..., Any]:
         return _active.caller.call(self, name, function, args, kwargs)
 
     return method
+
+
+def _fixing(function: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _active.caller is not None:
+            _active.caller.fix((args, kwargs))
+        return function(self, *args, **kwargs)
+
+    return call

@@ -15,6 +15,8 @@ from flax import nnx
 from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit
 from probes_jax.observe.evaluation import Evaluation, Run, runs_in
+from probes_jax.observe.hiding import RULES
+from probes_jax.observe.instead import instead_in_nnx
 from probes_jax.observe.lift import Level, not_carried
 from probes_jax.observe.lifted import lifting
 from probes_jax.observe.named import CLASS, observing
@@ -37,9 +39,10 @@ from probes_jax.observe.roles import takes_input
 
 _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
 
-CLOSED_OVER = (
-    "inside {0}, which does not hand the module's variables back; make a loop a jax.lax.scan, apply jax.checkpoint or "
-    "jax.vmap in the model's own call, pass the module to nnx.jit instead of closing over it, or move it out of {0}"
+CLOSED_OVER = "inside {0}, which does not hand the module's variables back; {1}"
+RULED = (
+    "used in {0}, which knows what the module holds and has no place for more; call it outside of {0}, or "
+    "observe what comes out of it: pj.observe(name, x)"
 )
 
 _numbers = itertools.count()
@@ -75,6 +78,7 @@ class NNXRecorder:
         evaluation: Everything observed in the loss function.
         blocked: Why nothing at all can be recorded.
         without: Modules in a transform that is not lifted, as far as they have no `Slot`; as `Marks.slots`.
+        fixed: Modules that may not have a `Slot`, nor any module in them, and why.
     """
 
     def __init__(self, measure: Measure, evaluation: Evaluation) -> None:
@@ -82,6 +86,7 @@ class NNXRecorder:
         self.evaluation = evaluation
         self.blocked: str | None = None
         self.without: dict[Path, Path] = {}
+        self.fixed: dict[Path, str] = {}
         self._measure = not_carried(measure)
         self._inside: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
         self._called: set[Path] = set()
@@ -102,7 +107,7 @@ class NNXRecorder:
         """
         self._modules = {tuple(map(str, path)): module for path, module in nnx.iter_modules(root, graph=True)}
         self._paths = {id(module): path for path, module in self._modules.items()}
-        self._marks, self.without, self._token = marks, {}, next(_numbers)
+        self._marks, self.without, self.fixed, self._token = marks, {}, {}, next(_numbers)
         classes = {type(module) for module in self._modules.values()}
         homes = [sys.modules[name] for name in {cls.__module__ for cls in classes} if name in sys.modules]
         slots = self.evaluation.level.next_slots
@@ -183,6 +188,13 @@ class NNXRecorder:
             return output
         return self._observe(module, Visit(path, type(module).__name__, method, shapes_of(leaves)), leaves, output)
 
+    def fix(self, arguments: Any) -> None:
+        """See `Caller.fix`."""
+        nodes = jax.tree.leaves(arguments, is_leaf=lambda node: isinstance(node, nnx.Module))
+        self.fixed |= {
+            self._path(node): RULED.format("nnx.custom_vjp") for node in nodes if isinstance(node, nnx.Module)
+        }
+
     def _with_input(self, module: Any, method: str, path: Path, args: Any) -> Any:
         """The arguments, the first one observed where it is a point too."""
         cls = type(module).__name__
@@ -231,12 +243,15 @@ class NNXRecorder:
 
     def _reason(self, path: Path, module: Any) -> str | None:
         """Why the record of a module cannot come out of the transform that is running."""
-        slot = slot_of(module)
+        slot, name, part = slot_of(module), self.levels[-1].hiding, _part(path, self._owner().path)
+        if name in RULES:
+            known = (why for part, why in self.fixed.items() if path[: len(part)] == part)
+            return next(known, None) or self.fixed.setdefault(part, RULED.format(name))
         if slot is None and path not in self._marks.refused:
-            self.without[path] = _part(path, self._owner().path)
+            self.without[path] = part
         if slot is not None and is_open(slot):
             return None
-        return self._marks.refused.get(path) or CLOSED_OVER.format(self.levels[-1].hiding)
+        return self._marks.refused.get(path) or CLOSED_OVER.format(name, instead_in_nnx(name))
 
     def _path(self, module: Any) -> Path:
         path = path_of(module, self._token)

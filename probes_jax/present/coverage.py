@@ -131,7 +131,7 @@ def as_json(found: RunCoverage) -> str:
 
 
 def print_coverage(found: RunCoverage) -> None:
-    """Prints the counts, the table, and a line for everything that is missing."""
+    """Prints the counts, the table, and a line for every reason why something is missing."""
     from probes_jax.present.table import print_table
 
     if found.coverage.points:

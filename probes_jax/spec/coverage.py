@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import html
 import itertools
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from probes_jax.spec.fold_names import Folded, fold_names
 
 _LAYER = "[*]"  # stands for a layer number in the name of a point of a scanned layer
 _MOST = 8  # lines of what is missing, where it is printed
+_SHOWN = 3  # names on such a line
 HEADINGS = ("point", "layers", "role", "class", "shape", "out of", "measured")
 LIGHT_ONLY = (
     "activations are observed by the full program only, every Plan.scan_every steps (never with PROBES_JAX=off)"
@@ -145,20 +147,35 @@ class Coverage:
 
 
 def missing_lines(missing: Iterable[tuple[str, str]], most: int | None = _MOST) -> list[str]:
-    """A line for everything that is missing; layers that miss the same for the same reason share one.
+    """A line for every reason, with the first few names; what lies in a module that is named goes without saying.
 
     Args:
         missing: (point or metric, reason) pairs.
-        most: Lines at most; None gives all.
+        most: Lines at most; None gives all, with all names.
 
     Example:
-        >>> missing_lines([("block[0]", "lost"), ("block[1]", "lost")])
-        ['  missing block[0..1]: lost']
+        >>> missing_lines([("b[0]", "lost"), ("b[1]", "lost"), ("b[0]/up", "lost"), ("b[1]/up", "lost")])
+        ['  missing b[0..1] (4 in all): lost']
     """
-    lines = [f"  missing {folded.name}: {folded.key}" for folded in fold_names(missing)]
+    reasons: dict[Hashable, list[Folded]] = {}
+    for folded in fold_names(missing):
+        reasons.setdefault(folded.key, []).append(folded)
+    lines = [f"  missing {_names(group, most is not None)}: {reason}" for reason, group in reasons.items()]
     if most is not None and len(lines) > most:
-        return [*lines[:most], f"  and {len(lines) - most} more, in report.coverage.missing"]
+        return [*lines[:most], f"  and for {len(lines) - most} more reasons, in report.coverage.missing"]
     return lines
+
+
+def _names(group: Sequence[Folded], short: bool) -> str:
+    """The names of what is missing for one reason; short, the first of the outermost modules and the number of all."""
+    if not short:
+        return ", ".join(folded.name for folded in group)
+    first = {re.sub(r"#\d+", "", folded.name): folded.name for folded in reversed(group)}
+    outermost = [name for base, name in first.items() if not any(base.startswith((f"{m}/", f"{m}.")) for m in first)]
+    shown = outermost[::-1][:_SHOWN]
+    count = sum(folded.count for folded in group)
+    every = len(shown) == len(group)
+    return ", ".join(shown) + ("" if every else f" ({count} in all)")
 
 
 def _common(point: SeenPoint) -> SeenPoint:

@@ -57,8 +57,10 @@ class Plan:
         embeddings: Regular expression on the parameter path; zero fractions of these gradients are reported apart.
         backward: Measure the gradients of the observed activations, too, where the activations are measured.
         include: Which activations are observed: regular expressions on the point name, or `role:` and a role
-            (`role:query`); empty means all.
-        exclude: The same, for those that are not observed.
+            (`role:query`); empty means all. A name is matched with the numbers of layers and without
+            (`blocks[*]/mlp` of scanned layers, `blocks[2]/mlp` of others, `blocks/mlp`), and as tables write them:
+            `blocks[0..2]/mlp`. A word that matches nothing is an error.
+        exclude: The same, for those that are not observed. A word that matches nothing is named by the coverage.
         without: Families of metrics that are not measured, to save what they cost (`pj.inspect` says what that is):
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the

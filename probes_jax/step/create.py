@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -178,7 +178,9 @@ def describe(
     `runs`: the step calls the optimizer; False where a loop of the user's own does.
     """
     key = jax.random.key(0) if key is None else key
-    notes = Notes() if binding is None else _trace_model(binding, loss_fn, plan, core, partition, batch, key)
+    notes, idle = Notes(), {}
+    if binding is not None:
+        notes, idle = _trace_model(binding, loss_fn, plan, core, partition, batch, key)
     points = {f"point {point}": str(point.shape) for point in notes.seen}
     check_alike(partition.mesh, points | shape_facts("optimizer state", core.opt_state))
     called, frozen = _try_update(tx, core.params, runs)
@@ -198,7 +200,7 @@ def describe(
     rate, no_rate = find_learning_rate(core.opt_state)
     missing = {} if clip else {"grad/clip_rate": no_clip}
     missing |= {} if rate else {"opt/learning_rate": no_rate}
-    missing |= dict.fromkeys(plan.without, LEFT_OUT)
+    missing |= dict.fromkeys(plan.without, LEFT_OUT) | idle
     return Settings(
         binding=binding,
         tx=called,
@@ -237,8 +239,8 @@ def _try_update(tx: Any, params: Any, runs: bool) -> tuple[optax.GradientTransfo
 
 def _trace_model(
     binding: Any, loss_fn: Any, plan: Plan, core: Core, partition: Partition, batch: Any, key: jax.Array
-) -> Notes:
-    """Finds out about the model without computing anything."""
+) -> tuple[Notes, dict[str, str]]:
+    """Finds out about the model without computing anything; and what of the plan means nothing in it."""
     notes = Notes()
     objective = Objective(binding, loss_fn, plan, partition, scan=True, probes=True)
 
@@ -247,13 +249,18 @@ def _trace_model(
 
     args = (core.params, core.frozen, core.model_state, batch, key)
     jax.eval_shape(under(partition, trace, args) if partition.manual else trace, *args)
-    _check_include(objective, notes)
-    return notes
+    return notes, _check_chosen(objective, notes)
 
 
-def _check_include(objective: Objective, notes: Notes) -> None:
+def _check_chosen(objective: Objective, notes: Notes) -> dict[str, str]:
+    """Words that mean no point: to include nothing is an error, to exclude nothing is said by the coverage."""
     points = (*notes.seen, *notes.left_out)
-    for text in objective.plan.include:
-        if not any(objective.matches(text, point) for point in points):
-            names = ", ".join(dict.fromkeys(str(point) for point in points[:8]))
-            raise ValueError(f"Plan include {text!r} matches no point of this model; its points are {names}, ...")
+    names = ", ".join(dict.fromkeys(str(point) for point in points[:8]))
+    nothing = f"matches no point of this model; its points are {names}, ..."
+
+    def idle(texts: Sequence[str]) -> list[str]:
+        return [text for text in texts if not any(objective.matches(text, point, notes.layers) for point in points)]
+
+    for text in idle(objective.plan.include):
+        raise ValueError(f"Plan include {text!r} {nothing}")
+    return {f"Plan exclude {text!r}": nothing for text in idle(objective.plan.exclude) if points}

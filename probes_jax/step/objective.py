@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from probes_jax.observe.chosen import means
 from probes_jax.observe.evaluation import Evaluation
 from probes_jax.observe.named import LossObserver, observing
 from probes_jax.observe.point import INPUT, Point
@@ -27,6 +27,7 @@ from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
 
 LEFT_OUT = "left out by Plan without"
+Layers = Mapping[Point, tuple[int, ...]]  # length of each axis of scanned layers
 
 
 @functools.partial(
@@ -88,6 +89,7 @@ class Notes:
 
     seen: tuple[Point, ...] = ()
     left_out: tuple[Point, ...] = ()  # by the plan
+    layers: Layers = dataclasses.field(default_factory=dict)
     tokens: int = 1  # in one microbatch, valid or not
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     stacks: dict[tuple[str, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -142,15 +144,16 @@ class Objective:
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
         seen = (*captured.seen, *result.seen)
-        notes.seen = tuple(point for point in seen if self._is_wanted(point))
+        notes.layers = {p: rows.stack_shape() for p, rows in {**captured.points, **result.points}.items()}
+        notes.seen = tuple(point for point in seen if self._is_wanted(point, notes.layers))
         notes.left_out = tuple(point for point in seen if point not in notes.seen)
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
-        notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)})
-        missing = self._wanted({**captured.missing, **result.missing})
+        notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)}, notes.layers)
+        missing = self._wanted({**captured.missing, **result.missing}, notes.layers)
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
         rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
-        points = self._wanted({**captured.points, **result.points})
+        points = self._wanted({**captured.points, **result.points}, notes.layers)
         names = tuple(points)
         part = Part(
             weight,
@@ -164,22 +167,22 @@ class Objective:
         )
         return total, weight, part
 
-    def matches(self, text: str, point: Point) -> bool:
+    def matches(self, text: str, point: Point, layers: Layers) -> bool:
         """Whether a word of `Plan.include` or `Plan.exclude` means this point."""
         if text.startswith("role:"):
             return text == f"role:{role_of(point, self.plan.roles)}"
-        return re.search(text, str(point)) is not None
+        return means(text, str(point), layers.get(point, ()))
 
-    def _is_wanted(self, point: Point) -> bool:
-        included = not self.plan.include or any(self.matches(text, point) for text in self.plan.include)
-        return included and not any(self.matches(text, point) for text in self.plan.exclude)
+    def _is_wanted(self, point: Point, layers: Layers) -> bool:
+        included = not self.plan.include or any(self.matches(text, point, layers) for text in self.plan.include)
+        return included and not any(self.matches(text, point, layers) for text in self.plan.exclude)
 
-    def _wanted(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
+    def _wanted(self, points: Mapping[Point, Any], layers: Layers) -> dict[Point, Any]:
         """Without those that the plan excludes; what nobody reads is not computed."""
-        return {point: value for point, value in points.items() if self._is_wanted(point)}
+        return {point: value for point, value in points.items() if self._is_wanted(point, layers)}
 
-    def _tapped(self, points: Mapping[Point, Any]) -> dict[Point, Any]:
-        return {point: value for point, value in self._wanted(points).items() if point.method != INPUT}
+    def _tapped(self, points: Mapping[Point, Any], layers: Layers) -> dict[Point, Any]:
+        return {point: value for point, value in self._wanted(points, layers).items() if point.method != INPUT}
 
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
         def measure(x: jax.Array) -> Summary:

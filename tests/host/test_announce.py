@@ -61,8 +61,8 @@ def test_a_loop_without_a_model_says_it_too_and_says_it_once(said):
 
 
 def test_a_long_list_is_cut_and_counted(said):
-    record([report(0, FULL, tuple((f"layer{i}", "lost") for i in range(20)))])
-    assert "and 12 more, in report.coverage.missing" in said()[0]
+    record([report(0, FULL, tuple((f"layer{i}", f"lost {i}") for i in range(20)))])
+    assert "and for 12 more reasons, in report.coverage.missing" in said()[0]
 
 
 def test_layers_that_are_missing_for_one_reason_share_a_line(said):

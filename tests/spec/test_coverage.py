@@ -30,10 +30,28 @@ def test_print_is_short():
         "  missing grad/clip_rate: name the <clip> stage",
         "  missing inner[0..1]: lost; use nn.scan",
     ]
-    many = Coverage(POINTS, tuple((f"p{i}", "why") for i in range(100)))
-    assert len(str(many).splitlines()) == 10 and str(many).endswith("and 92 more, in report.coverage.missing")
+    many = Coverage(POINTS, tuple((f"p{i}", f"why {i}") for i in range(100)))
+    assert len(str(many).splitlines()) == 10
+    assert str(many).endswith("and for 92 more reasons, in report.coverage.missing")
     assert "full program only" in str(Coverage())
     assert "full program only" not in str(Coverage(missing=(("act", "no model"),)))
+
+
+def test_what_is_missing_for_one_reason_is_one_line():
+    inside = [f"block[{i}]/{name}" for name in ("mlp", "mlp/up", "mlp/down", "mlp/norm.input") for i in range(3)]
+    calls = ["head#1", "head#2", "head/out#1", "header"]
+    others = [f"other{letter}" for letter in "abcd"]
+    missing = [*((name, "branch") for name in (*inside, *calls)), *((name, "lost") for name in others), ("last", "off")]
+    assert missing_lines(missing) == [
+        "  missing block[0..2]/mlp, head#1, header (16 in all): branch",
+        "  missing othera, otherb, otherc (4 in all): lost",
+        "  missing last: off",
+    ]
+    assert missing_lines(missing, most=None)[1:] == [
+        "  missing othera, otherb, otherc, otherd: lost",
+        "  missing last: off",
+    ]
+    assert "block[0..2]/mlp/norm.input" in missing_lines(missing, most=None)[0]
 
 
 def test_the_table_has_one_row_for_layers_that_are_alike():

@@ -115,6 +115,16 @@ def test_the_last_step_that_int32_counts_is_no_end():
 def test_what_no_point_matches_is_refused():
     with pytest.raises(ValueError, match=r"include 'blokc' matches no point of this model; its points are embed,"):
         make_state(plan=pj.Plan(groups=GROUPS, include=("embed", "blokc")))
+
+
+def test_a_word_of_exclude_that_means_no_point_is_named():
+    state = make_state(plan=pj.Plan(groups=GROUPS, exclude=("blokc", "block[0..1]/up", "block/down", "block[7]")))
+    _, report = pj.monitored_train_step(state, make_batch())
+    idle = {name: why for name, why in report.coverage.missing if name.startswith("Plan exclude")}
+    assert set(idle) == {"Plan exclude 'blokc'", "Plan exclude 'block[7]'"}
+    assert all("matches no point of this model; its points are embed," in why for why in idle.values())
+    assert "block[0]/norm" in report.coverage.reported
+    assert not [name for name in report.coverage.seen if name.endswith(("/up", "/down"))]
     with pytest.raises(ValueError, match="exclude 'role:nrm' names no role; the roles are embedding,"):
         pj.Plan(exclude=("role:nrm",))
     assert pj.Plan(exclude=("role:mine",), roles=(("up$", "mine"),)).roles

@@ -74,7 +74,7 @@ def whole(model, batch, rngs):
 
 TRANSFORM = "inside jax.shard_map"
 CASES = {
-    "a function, linen": (Linen("function"), loss_fn, {"keys": "pj.observe on what comes out"}, "mixed"),
+    "a function, linen": (Linen("function"), loss_fn, {"keys": "observe what jax.shard_map returns"}, "mixed"),
     "a module, linen": (Linen("module"), loss_fn, {"inner": "jax.shard_map"}, "head"),
     "a module without types, linen": (Linen("unchecked"), loss_fn, {"inner": "jax.shard_map"}, "head"),
     "a collective under automatic sharding": (Linen("collective"), loss_fn, {}, "inner"),

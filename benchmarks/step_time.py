@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -82,9 +82,8 @@ TITLES = {
 TARGETS = {"light": 1.01, "full": 1.05, "mean": 1.01}  # upper ends of the intervals, for the larger shape
 
 
-def measure(rounds: int = 20, compiles: int = 3) -> list[Figure]:
-    """Ratios to the unmonitored step, over several compiles and shapes."""
-    figures = []
+def measure(rounds: int = 20, compiles: int = 3) -> Iterator[Figure]:
+    """Ratios to the unmonitored step, over several compiles and shapes. Ten minutes."""
     for name, shape in SHAPES.items():
         targets = TARGETS if shape[2].width == 512 else {}
         ratios: dict[str, list[np.ndarray]] = {key: [] for key in TITLES}
@@ -98,12 +97,11 @@ def measure(rounds: int = 20, compiles: int = 3) -> list[Figure]:
             base.append(taken["A"])
             for key, values in ratios.items():
                 values.append(taken[key] / taken["A"])
-        figures.append(Figure(f"plain step, {name}", *bootstrap(np.concatenate(base) * 1e3), "ms", "", None, COMMAND))
+        yield Figure(f"plain step, {name}", *bootstrap(np.concatenate(base) * 1e3), "ms", "", None, COMMAND)
         for key, values in ratios.items():
-            figures.append(_ratio(f"{TITLES[key]}, {name}", np.concatenate(values), targets.get(key)))
+            yield _ratio(f"{TITLES[key]}, {name}", np.concatenate(values), targets.get(key))
         mean = (99 * np.concatenate(ratios["light"]) + np.concatenate(ratios["full"])) / 100
-        figures.append(_ratio(f"mean step with a scan every 100, {name}", mean, targets.get("mean")))
-    return figures
+        yield _ratio(f"mean step with a scan every 100, {name}", mean, targets.get("mean"))
 
 
 def _ratio(title: str, samples: np.ndarray, target: float | None) -> Figure:

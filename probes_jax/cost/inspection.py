@@ -13,6 +13,7 @@ import numpy as np
 
 from probes_jax.cost import traffic
 from probes_jax.cost.hlo import parse
+from probes_jax.spec import check
 from probes_jax.spec.layout import Layout
 from probes_jax.spec.plan import FAMILIES, Plan
 from probes_jax.spec.readings import decoder_of
@@ -175,11 +176,11 @@ def inspect(
         0
     """
     _check_state(state)
-    unknown = [name for name in programs if name not in _MONITORED]
-    if unknown or not isinstance(programs, tuple):
+    if not isinstance(programs, tuple) or any(name not in _MONITORED for name in programs):
         raise ValueError(f"programs must be a tuple of {_MONITORED}, got {programs!r}")
     if by not in ("family", "point", None):
         raise ValueError(f'by must be "family", "point" or None, got {by!r}')
+    check.pattern("points", points)
     settings = state.settings
     batch = jax.tree.map(_described, batch)
     core = jax.tree.map(_described, state.core)
@@ -247,7 +248,9 @@ def layout_of(state: TrainState, batch: Any, program: str) -> Layout:
     """What a program reports. Traced, not compiled."""
     _check_state(state)
     shapes = _step(state.settings), *jax.tree.map(_described, (state.core, batch))
-    return jax.eval_shape(compiled(state.settings, program), *shapes)[1].layout
+    # Without its programs: by these the step knows whether it is the first, at which processes are compared.
+    settings = dataclasses.replace(state.settings, programs={})
+    return jax.eval_shape(compiled(settings, program), *shapes)[1].layout
 
 
 def _check_state(state: Any) -> None:

@@ -27,8 +27,9 @@ def table(found: Inspection) -> str:
         lines.append(f"On average over {found.scan_every} steps: memory traffic {found.average():+.2%}")
     for program in found.programs:
         exchanges = found.exchanges(program) if program != "off" else ()
-        for each in exchanges:
-            if each.looped or len(exchanges) > _USUAL:
+        added = found.added(program) if exchanges else None
+        for each in exchanges:  # where XLA has only joined them to what there was, they cost nothing of their own
+            if added and (added.looped > 0 if each.looped else added.collectives > _USUAL):
                 what = f"{each.op} of {', '.join(each.arrays)}, from {each.source or '?'}"
                 lines.append(f"{program}: {what}" + (f", in a loop: {_ADVICE}" if each.looped else ""))
     return "\n".join(lines)

@@ -89,13 +89,20 @@ def measure_extra(value: jax.Array, weight: jax.Array, axes: tuple[str, ...] = (
     return of_this_device(_mean(jnp.where(weight != 0, value * weight, 0.0), weight, ()), axes, value, weight)
 
 
-def name_loss(rows: dict[str, Summary], groups: tuple[str, ...]) -> list[Measured]:
-    """Report entries of the rows of `measure_loss` or `measure_scalar_loss`, merged over microbatches."""
+def name_loss(rows: dict[str, Summary], groups: tuple[str, ...], *, shards: bool = True) -> list[Measured]:
+    """Report entries of the rows of `measure_loss` or `measure_scalar_loss`, merged over microbatches.
+
+    Args:
+        rows: What was measured.
+        groups: Names of the groups.
+        shards: Whether the rows are the shards: a loss that could not be cut has one row for all.
+    """
     out = [measured("loss/mean", rows["loss"])]
     if "tokens" in rows:
         out.append(measured("data/tokens", rows["tokens"]))
-        labels = tuple(f"loss/shard[{index}]" for index in range(rows["loss"].row_count))
-        out.append(measured(labels, rows["loss"], gather=True))
+        if shards:
+            labels = tuple(f"loss/shard[{index}]" for index in range(rows["loss"].row_count))
+            out.append(measured(labels, rows["loss"], gather=True))
     if "group" in rows:
         names = (*groups, "other")
         out.append(measured(tuple(f"loss/group/{name}/mean" for name in names), rows["group"]))

@@ -56,6 +56,7 @@ def make_core(
     place = _placements(shapes, specs, shardings, partition)
     if abstract:
         return _lay_out(tx, plan, key, jax.tree.map(_lying, shapes, place), wrt, loss_scale, partition)
+    _check_here(partition)
     if binding.has_arrays:  # made already: under jit they would be constants of the program
         params, state = jax.device_put(init(key, batch, variables), place)
     else:
@@ -66,6 +67,16 @@ def make_core(
     key_data = jnp.array(jax.random.key_data(key), copy=True)  # the step donates it, and the key is the caller's
     rest = jax.device_put((key_data, init_monitor(plan, loss_scale)), partition.everywhere())
     return Core(trained, frozen, state, opt_state, *rest)
+
+
+def _check_here(partition: Partition) -> None:
+    for device in partition.everywhere().device_set:
+        try:
+            here = device in jax.devices(device.platform)
+        except RuntimeError:  # no such platform
+            here = False
+        if not here:
+            raise ValueError(f"{device} is not here, only its compiler is: pass abstract=True, for pj.inspect")
 
 
 def _lying(shape: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:

@@ -31,9 +31,9 @@ from probes_jax.step.watch import Values, is_co_spike, read_values, score, updat
 _DECISIVE = ("loss/mean", "loss/extra/", "grad/{stat}", "grad_frozen/{stat}")  # what must be known before the update
 
 
-def measure_before(settings: Settings, program: str, part: Part, gradients: Any) -> list[Measured]:
+def measure_before(settings: Settings, program: str, part: Part, gradients: Any, notes: Notes) -> list[Measured]:
     """What is known before the update: loss, logits, activations, gradients."""
-    items = name_loss(part.rows, settings.plan.groups)
+    items = name_loss(part.rows, settings.plan.groups, shards="loss/shard" not in notes.missing)
     items += [measured(f"loss/extra/{name}", rows) for name, rows in part.extra.items()]
     items += name_logits(part.rows) if "logits" in part.rows else []
     without = settings.plan.without

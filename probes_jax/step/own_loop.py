@@ -94,7 +94,7 @@ class Monitor:
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)
-        partition = partition if plan.feature_axes is not None else partition.with_features(params)
+        partition = partition.with_features(params, plan.feature_axes)
         check_alike(partition.mesh, setting_facts(plan, axis_names=axis_names) | shape_facts("parameter", params))
         opt_state = jax.eval_shape(tx.init, params)
         core = Core(params, {}, {} if model_state is None else model_state, opt_state, None, init_monitor(plan, None))
@@ -201,8 +201,8 @@ class Monitor:
         step = self.state.guard.attempted
 
         def run(program: str) -> tuple[MonitorState, Report]:
-            items = measure_before(self.settings, program, part, gradients)
             notes = Notes(part.seen, missing={**self.settings.missing, **dict(part.missing)})
+            items = measure_before(self.settings, program, part, gradients, notes)
             if part.points and not part.gradients and self.settings.plan.backward:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
             return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)

@@ -144,19 +144,24 @@ class Partition:
                     break
         return self._split(tuple(dims))
 
-    def with_features(self, params: Any) -> Partition:
-        """The same with what the parameters' shardings tell of the axes that do not shard tokens."""
+    def with_features(self, params: Any, said: tuple[str, ...] | None = None) -> Partition:
+        """The same with what the parameters' shardings tell of the axes that do not shard tokens.
+
+        Args:
+            params: Arrays, or shapes with shardings.
+            said: The axes that the plan names; None for all.
+        """
         if self.mesh is None or self.manual:
             return self
         tokens = {axis for group in self.token_axes for axis in group}
-        found: dict[str, Feature] = {}
+        found = {feature.axis: feature for feature in self.features}
         for leaf in jax.tree.leaves(params):
             sharding = getattr(leaf, "sharding", None)
             if not isinstance(sharding, NamedSharding):
                 continue
             for index, group in enumerate(spec_dims(sharding.spec)):
                 for axis in group:
-                    if axis not in tokens:
+                    if axis not in tokens and (said is None or axis in said):
                         old = found.get(axis, Feature(axis, frozenset(), False))
                         last = old.last or index >= max(leaf.ndim - 2, 1)  # the first may be one of layers
                         found[axis] = Feature(axis, old.lengths | {leaf.shape[index]}, last)

@@ -120,7 +120,7 @@ class TrainState:
             core = make_core(
                 binding, tx, loss_fn, plan, key, batch, variables, shardings, wrt, scale, partition, abstract
             )
-            partition = partition if plan.feature_axes is not None else partition.with_features(core.params)
+            partition = partition.with_features(core.params, plan.feature_axes)
             settings = describe(
                 binding,
                 tx,

@@ -225,3 +225,25 @@ def test_a_preview_says_what_a_report_holds():
     assert f"every {state.settings.plan.scan_every} steps" in str(seen)
     with pytest.raises(TypeError, match=r"pj\.TrainState"):
         pj.preview({}, batch)
+
+
+def test_looking_at_a_state_leaves_no_trace_in_it():
+    batch = make_batch()
+    state = make_state(batch=batch)
+    pj.preview(state, batch)
+    pj.inspect(state, batch, programs=("light",), by="point", points="^head$")
+    assert not state.settings.programs  # by these a step knows that it is the first, where processes are compared
+
+
+@pytest.mark.parametrize("points", ["[", 3])
+def test_a_pattern_that_is_none_is_refused(points):
+    batch = make_batch()
+    with pytest.raises(ValueError, match="points"):
+        pj.inspect(make_state(batch=batch), batch, by="point", points=points)
+
+
+def test_axes_that_the_plan_names_are_cut_as_those_that_are_found():
+    state, batch = abstract(pj.Plan(feature_axes=("model",), token_axes=("data",)))
+    seen = pj.inspect(state, batch, programs=("light",), by=None)
+    assert seen.added("light").collectives == 2
+    assert "in a loop" not in str(seen)

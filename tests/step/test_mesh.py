@@ -225,3 +225,14 @@ def test_moments_lie_where_their_parameter_lies_however_optax_wraps_them(name):
     assert {x.sharding for x in moments} == {kernel.sharding}
     state, report = pj.monitored_train_step(state, batch)
     assert np.isfinite(report.scalars()["update/norm"])
+
+
+def test_shards_of_which_a_microbatch_holds_no_whole_ones_are_absent():
+    batch = make_batch(16)
+    mesh = mesh_of(data=8)
+    state = make_state(batch=shard(batch, mesh, "data"), shardings=replicated, microbatches=8)
+    _, report = pj.monitored_train_step(state, shard(batch, mesh, "data"))
+    found = report.scalars()
+    assert np.isfinite(found["loss/mean"])
+    assert not [name for name in found if name.startswith(("loss/shard", "loss/worst_shard"))]
+    assert "do not divide" in dict(report.coverage.missing)["loss/shard"]

@@ -65,7 +65,8 @@ class Recorder:
         plan: The plan of the train state.
         writer: Any CLU `MetricWriter`, instead of the event files in the run folder. It is flushed, not closed.
         sinks: Used instead of the folder's event files and store.
-        queue_size: Unread reports held whole at most.
+        queue_size: Unread reports held whole at most. One that the device has not delivered by then is lost: keep it
+            far above the steps that the device runs behind (tens).
         flush_every: Seconds between flushes of the sinks.
         patience: Seconds without progress after which `close` leaves a hanging sink behind.
         budget: Share of the time that monitoring may cost. Above it, less and less goes to the sinks, never P0; what it

@@ -14,8 +14,10 @@ import numpy as np
 
 from probes_jax.spec.summary import KINDS, LIMBS, Reduce
 from probes_jax.stats.exact import normalize_count
-from probes_jax.stats.manual import manual_axes
+from probes_jax.stats.manual import differing, manual_axes
 from probes_jax.stats.types import filled
+
+_MANY = 8  # summaries; fewer are merged without ado
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("sums", "maxima"), meta_fields=("kind", "axes"))
@@ -146,12 +148,12 @@ class Summary:
 
 def merge_all(summaries: Iterable[Summary]) -> Summary:
     """Merges one or more summaries."""
-    # Behind the barrier each is made once. XLA on CPU would pick the columns of hundreds apart in the kernel that adds
-    # them, and compile that one kernel for seconds. On TPU it would wait for the last and hold what the others read.
-    first, *others = jax.lax.platform_dependent(
-        tuple(summaries), cpu=jax.lax.optimization_barrier, default=lambda parts: parts
-    )
-    return functools.reduce(Summary.merge, others, first)
+    parts = tuple(summaries)
+    if len(parts) > _MANY and not differing(*jax.tree.leaves(parts)):
+        # Behind the barrier each is made once. XLA on CPU would pick the columns of hundreds apart in the kernel that
+        # adds them, and compile that one for seconds. On TPU it would wait for the last and hold what others read.
+        parts = jax.lax.platform_dependent(parts, cpu=jax.lax.optimization_barrier, default=lambda parts: parts)
+    return functools.reduce(Summary.merge, parts)
 
 
 def is_summary(node: object) -> bool:

@@ -20,9 +20,8 @@ class ChainState(NamedTuple):
     """State of a chain."""
 
     stamp: jax.Array  # uint32 []: updates done. Inside optax.MultiSteps it stands still between two of them
-    learning_rate: (
-        jax.Array | None
-    )  # float32 []: used by the last update, NO_RATE before; None: no scaling stage, or nothing to scale
+    # float32 []: used by the last update, NO_RATE before; None: no scaling stage, or nothing to scale
+    learning_rate: jax.Array | None
     stages: tuple[Any, ...]  # the state of each stage, in order
 
 

@@ -188,11 +188,9 @@ def inspect(
     def run(plan: Plan, program: str) -> Program:
         return _compile(dataclasses.replace(settings, plan=plan, programs={}), program, core, batch)
 
-    names = {
-        name: [label for entry in layout_of(state, batch, name).entries for label in entry.labels]
-        for name in (programs if by else ())
+    plans = {
+        name: parts_of(by, settings.plan, names_of(state, batch, name), points) for name in (programs if by else ())
     }
-    plans = {name: _without(by, settings.plan, labels, points) for name, labels in names.items()}
     found = {name: run(settings.plan, name) for name in ("off", *programs)}
     parts: dict[str, dict[str, Cost]] = {}
     for name in plans:
@@ -204,7 +202,12 @@ def inspect(
     return Inspection(device[0].device_kind, len(device), settings.plan.scan_every, found, parts)
 
 
-def _without(by: str | None, plan: Plan, names: list[str], points: str) -> dict[str, Plan]:
+def names_of(state: TrainState, batch: Any, program: str) -> list[str]:
+    """The names that a program reports, `{stat}` for the statistic."""
+    return [label for entry in layout_of(state, batch, program).entries for label in entry.labels]
+
+
+def parts_of(by: str | None, plan: Plan, names: list[str], points: str) -> dict[str, Plan]:
     """The plan without one part, for each part that one of these names is of."""
     if by == "family":
         rows = {f: rf"{f}/.*{{stat}}" if f in ("param", "logits") else rf"{f}/.+/{{stat}}" for f in FAMILIES}

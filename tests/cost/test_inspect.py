@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import probes_jax as pj
 from benchmarks.compiled import state_for
 from probes_jax.cost.hlo import parse
-from probes_jax.cost.inspection import ALWAYS
+from probes_jax.cost.inspection import ALWAYS, names_of, parts_of
 from probes_jax.cost.traffic import bytes_accessed, collectives
 from probes_jax.spec.layout import HEADER
 from tests.step.small import GROUPS, make_batch, make_state
@@ -78,11 +78,14 @@ def test_points_by_name():
 @pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
 def test_a_point_of_a_stack_is_left_out_in_all_layers(unrolled):
     state, batch = abstract(scan=not unrolled)
-    seen = pj.inspect(state, batch, programs=("full",), by="point", points="query")
-    (point,) = seen.parts["full"]
+    names = names_of(state, batch, "full")
+    ((point, plan),) = parts_of("point", state.settings.plan, names, "query").items()
     assert point == ("block[*]/query" if unrolled else "blocks[*]/query")
-    stats = 7
-    assert seen.parts["full"][point].series >= 2 * SMALL["layers"] * stats  # act and grad_act of every layer
+    less = dataclasses.replace(state, settings=dataclasses.replace(state.settings, plan=plan))
+    gone = set(names) - set(names_of(less, batch, "full"))
+    query = {name for name in names if "/query/" in name and name.startswith(("act/", "grad_act/"))}
+    assert len(query) == 2 * SMALL["layers"]
+    assert gone == query
 
 
 def test_what_a_plan_leaves_out_is_not_measured():

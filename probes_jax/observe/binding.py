@@ -11,11 +11,12 @@ import jax
 
 from probes_jax.observe.evaluation import Evaluation
 from probes_jax.observe.point import Point
+from probes_jax.observe.probes import Probes
 from probes_jax.observe.rngs import Rngs
+from probes_jax.observe.tap import Measure
+from probes_jax.stats.per_token import PerToken
 from probes_jax.stats.summary import Summary
-from probes_jax.stats.types import filled
 
-Measure = Callable[[jax.Array], Summary]
 LossFn = Callable[..., Any]  # (model, batch, rngs) -> anything
 
 
@@ -47,6 +48,7 @@ class Captured:
         backward: From the gradient of the slots to a summary per point, of the gradients that came by. A point whose
             value the loss does not depend on has a summary of nothing.
         axes: Layer axis of each parameter of which it is known for itself.
+        tokens: What was measured of each token; their class is the family (`per_token.FAMILIES`).
     """
 
     points: dict[Point, Summary]
@@ -58,11 +60,7 @@ class Captured:
     raw: Any = ()
     backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
     axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
-
-
-def slots_like(raw: Any) -> Any:
-    """Slots for the taps of an evaluation like the one that left `raw` behind: zeros of its structure."""
-    return jax.tree.map(lambda x: filled(x, 0.0), raw)
+    tokens: dict[Point, PerToken] = dataclasses.field(default_factory=dict)
 
 
 class Bound(abc.ABC):
@@ -116,7 +114,7 @@ class Binding(abc.ABC):
         state: Any,
         *,
         rngs: Rngs | None = None,
-        measure: Measure | None = None,
+        measure: Measure | Probes | None = None,
         taps: Any = None,
         evaluation: Evaluation | None = None,
     ) -> Bound:
@@ -127,8 +125,8 @@ class Binding(abc.ABC):
             state: As `init` returns it, or as the last step left it.
             rngs: Random keys of this step; None for a model that needs none.
             measure: Called on every observed float array where it is produced, also inside the body of a scan or a
-                checkpointed block; the summary leaves that body as one of its outputs. None observes nothing, and
-                the model runs as if unwrapped.
+                checkpointed block; the summary leaves that body as one of its outputs. `Probes` measures more than
+                that. None observes nothing, and the model runs as if unwrapped.
             taps: Slots for what is measured of backward gradients, from `slots_like`. Their gradient is what
                 `Captured.backward` reads. None takes no gradient.
             evaluation: Keeps what is observed, and has the slots, where others observe the same evaluation; None makes

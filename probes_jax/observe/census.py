@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from probes_jax.observe.names import Names, Path
 from probes_jax.observe.point import Point, point_name
 from probes_jax.observe.record import Record
+from probes_jax.stats.per_token import FAMILIES, PerToken
 from probes_jax.stats.summary import Summary
 
 Key = tuple[Path, str, str]  # module path, class, method
@@ -63,6 +64,7 @@ class Result:
     """Points of one evaluation, in the order in which the values were computed."""
 
     points: dict[Point, Summary] = dataclasses.field(default_factory=dict)
+    tokens: dict[Point, PerToken] = dataclasses.field(default_factory=dict)
     seen: list[Point] = dataclasses.field(default_factory=list)
     missing: dict[Point, str] = dataclasses.field(default_factory=dict)
 
@@ -104,6 +106,8 @@ def settle(
             if summary is None:
                 around = " and ".join(visit.through) or "a transform around the module"
                 result.missing[point] = visit.reason or LOST.format(around)
+            elif isinstance(summary, PerToken):
+                result.tokens[point] = summary
             else:
                 result.points[point] = summary
         calls[key] += 1
@@ -174,16 +178,17 @@ class _Namer:
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._taken: set[str] = set()
+        self._taken: dict[str, set[str]] = {}  # by family: what is measured of tokens has names of its own
 
     def name(self, point: Point, stack_shape: tuple[int, ...]) -> Point:
         base = point_name(point, self._names)
+        taken = self._taken.setdefault(point.class_name if point.class_name in FAMILIES else "", set())
         for name in _variants(base, point.class_name):
             named = dataclasses.replace(point, name=name)
             labels = named.labels(stack_shape)
-            if not self._taken.intersection(labels):
+            if not taken.intersection(labels):
                 break
-        self._taken.update(labels)
+        taken.update(labels)
         return named
 
 

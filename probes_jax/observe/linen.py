@@ -16,7 +16,7 @@ from flax.core.scope import DenyList, in_filter, subtract_filters, union_filters
 from flax.linen import module as linen_module
 
 from probes_jax.observe.attribute import Attribute, Reach
-from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
+from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, ModelParts
 from probes_jax.observe.census import Returned, settle, without_backward
 from probes_jax.observe.evaluation import OUTSIDE, Evaluation, Run, runs_in
 from probes_jax.observe.hiding import hiding
@@ -26,7 +26,9 @@ from probes_jax.observe.linen_recorder import FLAG, LinenRecorder
 from probes_jax.observe.linen_variables import check_variables, conform, specs_of, without_sow
 from probes_jax.observe.names import Path
 from probes_jax.observe.point import Point
+from probes_jax.observe.probes import Probes
 from probes_jax.observe.rngs import Rngs
+from probes_jax.observe.tap import Measure
 from probes_jax.stats.summary import Summary
 
 PREFIX = f"{FLAG}_"  # how the names of our collections begin
@@ -104,7 +106,7 @@ class LinenBinding(Binding):
         state: Any,
         *,
         rngs: Rngs | None = None,
-        measure: Measure | None = None,
+        measure: Measure | Probes | None = None,
         taps: Any = None,
         evaluation: Evaluation | None = None,
     ) -> LinenBound:
@@ -271,7 +273,8 @@ class LinenBound(Bound):
         tapped = bool(self._evaluation.levels[0].slots)
         missing = {**result.missing, **(without_backward(result.points, DERIVATIVES) if tapped else {})}
         seen = tuple(result.seen)
-        return Captured(result.points, self._state, self._outputs, seen, missing, stacks, raw, backward)
+        found = result.points, self._state, self._outputs, seen, missing, stacks, raw, backward, {}, result.tokens
+        return Captured(*found)
 
 
 class _Initializing(LinenBound):

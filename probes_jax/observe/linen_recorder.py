@@ -13,17 +13,21 @@ import jax
 from flax.core import tracers
 
 from probes_jax.observe import linen_lift
-from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
 from probes_jax.observe.hiding import hiding
 from probes_jax.observe.instead import instead_in_linen
-from probes_jax.observe.lift import carried_by, not_carried
+from probes_jax.observe.lift import carried_by
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
 from probes_jax.observe.point import INPUT, Point
+from probes_jax.observe.probes import Probes
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
-from probes_jax.observe.roles import takes_input
+from probes_jax.observe.roles import role_of, takes_input
+from probes_jax.observe.streams import Streams
+from probes_jax.observe.tap import Measure
+from probes_jax.stats.per_token import PerToken
+from probes_jax.stats.summary import Summary
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
 RAW = "inside {0}, which Flax does not know of; {1}"
@@ -83,7 +87,7 @@ class LinenRecorder:
             module's children.
     """
 
-    def __init__(self, collection: str, measure: Measure) -> None:
+    def __init__(self, collection: str, measure: Measure | Probes) -> None:
         self.collection = collection
         self.slots = collection + "_slots"
         self.visits: list[Visit] = []
@@ -93,7 +97,8 @@ class LinenRecorder:
         self._called: set[Path] = set()  # those of them that ran a method of the kind that is observed
         self._variables: set[Path] = set()  # parameters
         self._lent: set[Path] = set()  # parameters that a nested `apply` was given
-        self._measure = not_carried(measure)
+        self._probes = Probes.of(measure)
+        self._streams = Streams(self._take_branch)
         self._frames: list[_Call | _Lift] = []  # innermost last; the first is the root
         self._entered = 0  # transforms entered outside of any other
 
@@ -103,8 +108,14 @@ class LinenRecorder:
         frames = self._frames
         self._frames = [_Call(root, root.scope, "", None, own=True, observed=False)]
         self._entered = 0
+        self._streams = Streams(self._take_branch)
         try:
-            with linen_lift.carrying(self), nn.intercept_methods(self._intercept), observing(self), carried_by(None):
+            with contextlib.ExitStack() as stack:
+                if self._probes.branch is not None:
+                    stack.enter_context(self._streams.watching())
+                for around in (linen_lift.carrying(self), nn.intercept_methods(self._intercept), observing(self)):
+                    stack.enter_context(around)
+                stack.enter_context(carried_by(None))
                 yield
         finally:
             self._frames = frames
@@ -119,13 +130,26 @@ class LinenRecorder:
             return call(*args, **kwargs)
         self._restart()
         frame = self._frame(context, scope)
+        around = self._running()
         self._frames.append(frame)
         try:
-            output = call(*self._with_input(frame, args), **kwargs)
+            args = self._with_input(frame, args)
+            with self._streams.inside(args[0] if args else None):
+                output = call(*args, **kwargs)
         finally:
             self._frames.pop()
         self._note(frame)
-        return self._observe(frame, output, type(frame.module).__name__, frame.method) if frame.observed else output
+        if not frame.observed:
+            return output
+        cls = type(frame.module).__name__
+        output = self._observe(frame, output, cls, frame.method)
+        name, role = "/".join(frame.path[len(around.path) :]), role_of(Point(frame.path, cls, frame.method))
+        self._streams.returned(name, role, output, args[0] if args else None)
+        return output
+
+    def _running(self) -> _Call:
+        """The module whose method runs."""
+        return next(f for f in reversed(self._frames) if isinstance(f, _Call))
 
     def _with_input(self, frame: _Call, args: Any) -> Any:
         """The arguments, the first one observed where it is a point too."""
@@ -135,7 +159,7 @@ class LinenRecorder:
 
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""
-        frame = next(f for f in reversed(self._frames) if isinstance(f, _Call))
+        frame = self._running()
         if frame.scope.flags.get("initializing", False):
             return value
         return self._observe(frame, value, CLASS, "__call__", path)
@@ -191,26 +215,46 @@ class LinenRecorder:
         top = self._frames[-1]
         return isinstance(top, _Call) and top.module is module and top.method == method and top.function is not function
 
+    def _take_branch(self, name: str, stream: jax.Array, branch: jax.Array) -> None:
+        """A residual sum in the module whose method runs."""
+        frame = self._running()
+        if not frame.scope.flags.get("initializing", False) and self._probes.branch is not None:
+            self._keep_tokens(frame, self._probes.branch(stream, branch), tuple(name.split("/")))
+
+    def _keep_tokens(self, frame: _Call, found: PerToken, name: Path) -> None:
+        shapes = {"": found.values.shape[:-1]}
+        self._keep(frame, shapes, lambda: {"": found}, found.family, "__call__", name)
+
     def _observe(self, frame: _Call, output: Any, class_name: str, method: str, name: Path = ()) -> Any:
-        leaves = float_leaves(output)
-        if not leaves:
+        measure, leaves = self._probes.activation, float_leaves(output)
+        if not leaves or measure is None:
             return output
+
+        def values() -> dict[str, Summary]:
+            return {leaf: measure(array) for leaf, array in leaves.items()}
+
+        record, slots = self._keep(frame, shapes_of(leaves), values, class_name, method, name)
+        return output if record is None or slots is None else tapped(measure, output, record, slots)
+
+    def _keep(
+        self, frame: _Call, shapes: Any, values: Callable[[], Any], class_name: str, method: str, name: Path
+    ) -> tuple[Record | None, Record | None]:
+        """Measures, and leaves the record where it comes back from; the record and the slots of its taps, if any."""
         owner, below = self._owner(frame)
         below = (*below, *name)
         reason, place = self._reason(owner), self._variable()
         through = tuple(f"nn.{f.name}" for f in self._frames if isinstance(f, _Lift))
-        visit = Visit((*owner.path, *below), class_name, method, shapes_of(leaves), reason, place, through=through)
+        visit = Visit((*owner.path, *below), class_name, method, shapes, reason, place, through=through)
         if reason:
             if not self._is_repeated(visit):
                 self.visits.append(visit)
-            return output
-        values = {leaf: self._measure(array) for leaf, array in leaves.items()}
-        record = Record(values, visit.class_name, visit.method, below)
+            return None, None
+        record = Record(values(), visit.class_name, visit.method, below)
         before = owner.scope.get_variable(self.collection, place, ())
         owner.scope.put_variable(self.collection, place, (*before, record))
         self.visits.append(visit)
         slots = owner.scope.get_variable(self.slots, place, ())
-        return tapped(self._measure, output, record, slots[len(before)]) if len(before) < len(slots) else output
+        return record, slots[len(before)] if len(before) < len(slots) else None
 
     def _variable(self) -> str:
         """Where records of this place go: scans and other transforms each have a variable of their own.

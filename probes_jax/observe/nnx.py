@@ -13,7 +13,7 @@ from flax import nnx
 from flax.nnx import tracers
 
 from probes_jax.observe.attribute import Attribute, Reach
-from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, Measure, ModelParts
+from probes_jax.observe.binding import Binding, Bound, Captured, LossFn, ModelParts
 from probes_jax.observe.census import settle, without_backward
 from probes_jax.observe.compare import check_arrays
 from probes_jax.observe.evaluation import OUTSIDE, Evaluation
@@ -22,7 +22,9 @@ from probes_jax.observe.nnx_attempts import Attempts, Saved
 from probes_jax.observe.nnx_marks import NO_MARKS, Marks
 from probes_jax.observe.nnx_recorder import NNXRecorder
 from probes_jax.observe.point import Point
+from probes_jax.observe.probes import Probes
 from probes_jax.observe.rngs import Rngs
+from probes_jax.observe.tap import Measure
 from probes_jax.stats.summary import Summary
 
 DERIVATIVES = ("jax.grad",)
@@ -97,7 +99,7 @@ class NNXBinding(Binding):
         state: Any,
         *,
         rngs: Rngs | None = None,
-        measure: Measure | None = None,
+        measure: Measure | Probes | None = None,
         taps: Any = None,
         evaluation: Evaluation | None = None,
     ) -> NNXBound:
@@ -226,7 +228,7 @@ class NNXBound(Bound):
         tapped = bool(recorder.evaluation.levels[0].slots)
         missing = {**result.missing, **(without_backward(result.points, DERIVATIVES) if tapped else {})}
         seen = tuple(result.seen)
-        return Captured(result.points, state, self._outputs, seen, missing, stacks, raw, backward, axes)
+        return Captured(result.points, state, self._outputs, seen, missing, stacks, raw, backward, axes, result.tokens)
 
 
 def _leaf(where: tuple[Any, ...], x: Any) -> _Leaf:

@@ -6,18 +6,17 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from probes_jax.observe.binding import Measure
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit
 from probes_jax.observe.evaluation import Evaluation, Run, runs_in
 from probes_jax.observe.hiding import RULES
 from probes_jax.observe.instead import instead_in_nnx
-from probes_jax.observe.lift import Level, not_carried
+from probes_jax.observe.lift import Level
 from probes_jax.observe.lifted import lifting
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
@@ -34,8 +33,13 @@ from probes_jax.observe.nnx_layers import (
 from probes_jax.observe.nnx_marks import Marks, brought, clear, is_open, path_of, plant, put, slot_of
 from probes_jax.observe.nnx_methods import calling
 from probes_jax.observe.point import INPUT, Point
+from probes_jax.observe.probes import Probes
 from probes_jax.observe.record import Record, float_leaves, is_record, shapes_of, tapped
-from probes_jax.observe.roles import takes_input
+from probes_jax.observe.roles import role_of, takes_input
+from probes_jax.observe.streams import Streams
+from probes_jax.observe.tap import Measure
+from probes_jax.stats.per_token import PerToken
+from probes_jax.stats.summary import Summary
 
 _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
 
@@ -81,13 +85,14 @@ class NNXRecorder:
         fixed: Modules that may not have a `Slot`, nor any module in them, and why.
     """
 
-    def __init__(self, measure: Measure, evaluation: Evaluation) -> None:
+    def __init__(self, measure: Measure | Probes, evaluation: Evaluation) -> None:
         self.levels: list[Level] = []
         self.evaluation = evaluation
         self.blocked: str | None = None
         self.without: dict[Path, Path] = {}
         self.fixed: dict[Path, str] = {}
-        self._measure = not_carried(measure)
+        self._probes = Probes.of(measure)
+        self._streams = Streams(self._take_branch)
         self._inside: dict[Path, Axes] = {}  # parameters as modules inside of transforms have them
         self._called: set[Path] = set()
         self._anonymous = False  # whether a module inside a transform could not say who it is
@@ -114,8 +119,13 @@ class NNXRecorder:
         taps = slots.records if isinstance(slots, Run) and not self.blocked else Raw((), {})
         self.levels = [Level(slots=taps.here)]
         self._frames = [_Frame(root, "", None, (), self.levels[0], next(_numbers))]
+        self._streams = Streams(self._take_branch)
         try:
-            with calling(self, classes), lifting(self if marks.lifted else None, homes), observing(self):
+            with contextlib.ExitStack() as stack:
+                if self._probes.branch is not None:
+                    stack.enter_context(self._streams.watching())
+                for around in (calling(self, classes), lifting(self if marks.lifted else None, homes), observing(self)):
+                    stack.enter_context(around)
                 plant(self._modules, marks, self._token, taps.inside)
                 yield
                 raw = Raw(tuple(self.levels[0].records), brought(self._modules))
@@ -180,13 +190,16 @@ class NNXRecorder:
             note_axes(self.levels, path, module)
         self._frames.append(_Frame(module, method, function, path, level, next(_numbers)))
         try:
-            output = run(*self._with_input(module, method, path, args), **kwargs)
+            args = self._with_input(module, method, path, args)
+            with self._streams.inside(args[0] if args else None):
+                output = run(*args, **kwargs)
         finally:
             self._frames.pop()
-        leaves = float_leaves(output)
-        if not leaves:
-            return output
-        return self._observe(module, Visit(path, type(module).__name__, method, shapes_of(leaves)), leaves, output)
+        leaves, cls = float_leaves(output), type(module).__name__
+        output = self._observe(module, Visit(path, cls, method, shapes_of(leaves)), leaves, output)
+        name = "/".join(path[len(top.path) :])
+        self._streams.returned(name, role_of(Point(path, cls, method)), output, args[0] if args else None)
+        return output
 
     def fix(self, arguments: Any) -> None:
         """See `Caller.fix`."""
@@ -199,21 +212,40 @@ class NNXRecorder:
         """The arguments, the first one observed where it is a point too."""
         cls = type(module).__name__
         leaves = float_leaves(args[0]) if args and method == "__call__" and takes_input(Point(path, cls)) else {}
-        if not leaves:
+        if not args:
             return args
         return (self._observe(module, Visit(path, cls, INPUT, shapes_of(leaves)), leaves, args[0]), *args[1:])
 
     def take(self, path: Path, value: Any) -> Any:
         """A value that the model names itself: below the module whose method runs."""
-        leaves = float_leaves(value)
-        if not leaves:
-            return value
-        top = self._frames[-1]
+        leaves, top = float_leaves(value), self._frames[-1]
         visit = Visit((*top.path, *path), CLASS, "__call__", shapes_of(leaves))
         return self._observe(top.module, visit, leaves, value, path)
 
     def _observe(self, module: Any, visit: Visit, leaves: dict[str, jax.Array], output: Any, below: Path = ()) -> Any:
-        """Measures an output, leaves the record where it comes back from, and taps the output."""
+        """Measures an output and taps it."""
+        measure = self._probes.activation
+        if not leaves or measure is None:
+            return output
+
+        def values() -> dict[str, Summary]:
+            return {leaf: measure(array) for leaf, array in leaves.items()}
+
+        record, slots = self._keep(module, visit, values, below)
+        return tapped(measure, output, record, slots) if record is not None and isinstance(slots, Record) else output
+
+    def _take_branch(self, name: str, stream: jax.Array, branch: jax.Array) -> None:
+        """A residual sum in the module whose method runs."""
+        if self._probes.branch is not None:
+            self._keep_tokens(self._probes.branch(stream, branch), tuple(name.split("/")))
+
+    def _keep_tokens(self, found: PerToken, name: Path) -> None:
+        top = self._frames[-1]
+        visit = Visit((*top.path, *name), found.family, "__call__", {"": found.values.shape[:-1]})
+        self._keep(top.module, visit, lambda: {"": found}, name)
+
+    def _keep(self, module: Any, visit: Visit, values: Callable[[], Any], below: Path) -> tuple[Record | None, Any]:
+        """Measures, and leaves the record where it comes back from; the record, and the slots of its taps, if any."""
         level, path = self.levels[-1], visit.path[: len(visit.path) - len(below)]
         here = level.is_current
         reason = self.blocked or (None if here else self._reason(path, module))
@@ -222,12 +254,11 @@ class NNXRecorder:
         if here or not self._is_traced_again(visit):
             level.visits.append(visit)
         if reason:
-            return output
+            return None, None
         if not here or level is not self.levels[0]:
             self._inside |= {name: axes_of(param) for name, param in own_params(path, module).items()}
-        record = Record({leaf: self._measure(array) for leaf, array in leaves.items()}, *visit.key[1:], below)
-        slots = level.keep(record) if here else put(module, record)
-        return tapped(self._measure, output, record, slots) if isinstance(slots, Record) else output
+        record = Record(values(), *visit.key[1:], below)
+        return record, level.keep(record) if here else put(module, record)
 
     def _is_traced_again(self, visit: Visit) -> bool:
         """Whether JAX traces a call once more.

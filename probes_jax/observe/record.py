@@ -15,6 +15,7 @@ from probes_jax.observe.names import escape
 from probes_jax.observe.point import INPUT
 from probes_jax.observe.tap import Measure, fits, tap
 from probes_jax.stats.summary import Summary
+from probes_jax.stats.types import filled
 
 
 @functools.partial(
@@ -30,7 +31,7 @@ class Record:
     where the record is found.
 
     Attributes:
-        values: Summary of each float leaf of the output, by its path inside the output.
+        values: Summary of each float leaf of the output, by its path inside the output; or numbers of each token.
         class_name: Class of the module.
         method: Name of the method.
         below: Path from the module it is stored at to the module it belongs to; `()` for the same.
@@ -38,7 +39,7 @@ class Record:
             goes; None for an axis of time steps or examples.
     """
 
-    values: dict[str, Summary]
+    values: Mapping[str, Any]  # of `Summary` or of `PerToken`
     class_name: str
     method: str
     below: tuple[str, ...] = ()
@@ -54,20 +55,33 @@ class Record:
 
     def merged(self) -> Record:
         """The record with one row per layer: axes of time steps and examples are merged."""
-        values = self.values
+        values: Any = self.values
         for axis in reversed([axis for axis, position in enumerate(self.stack) if position is None]):
             values = {leaf: value.collapse(axis).carried() for leaf, value in values.items()}
         return dataclasses.replace(self, values=values, stack=self.layers)
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """Lengths of the leading axes."""
-        return next(iter(self.values.values())).stack_shape()
+        """Lengths of the leading axes; none of slots that nothing is tapped with."""
+        return next((value.stack_shape() for value in self.values.values()), ())
 
     @property
     def layers(self) -> tuple[int, ...]:
         """`stack` without the axes of time steps and examples."""
         return tuple(position for position in self.stack if position is not None)
+
+
+def slots_like(raw: Any) -> Any:
+    """Slots for the taps of an evaluation like the one that left the records in `raw` behind: zeros of their structure.
+
+    What is measured of tokens has no gradient to be measured.
+    """
+
+    def slots(record: Record) -> Record:
+        values = {leaf: value for leaf, value in record.values.items() if isinstance(value, Summary)}
+        return dataclasses.replace(record, values=jax.tree.map(lambda x: filled(x, 0.0), values))
+
+    return jax.tree.map(slots, raw, is_leaf=is_record)
 
 
 def is_record(node: object) -> bool:

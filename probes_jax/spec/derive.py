@@ -16,6 +16,9 @@ _WORST = (
     ("act/abs_max", re.compile(r"act/.+/abs_max")),
     ("grad_act/abs_max", re.compile(r"grad_act/.+/abs_max")),
     ("grad/worst_layer_norm", re.compile(r"grad/.+/norm")),
+    ("residual/stream_norm", re.compile(r"residual/.+/stream_norm/mean")),
+    ("residual/branch_norm", re.compile(r"residual/.+/branch_norm/mean")),
+    ("residual/ratio", re.compile(r"residual/.+/ratio/mean")),
     ("update/worst_ratio", re.compile(r"update/.+/ratio")),
 )
 _NOT_WORST = re.compile(r".*/finite_abs_max")

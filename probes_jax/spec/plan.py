@@ -36,7 +36,7 @@ class Guard:
             )
 
 
-FAMILIES = ("act", "grad_act", "grad", "param", "update", "logits")  # what a plan can do without
+FAMILIES = ("act", "grad_act", "grad", "param", "update", "logits", "residual")  # what a plan can do without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Plan:
         without: Families of metrics that are not measured, to save what they cost (`pj.inspect` says what that is):
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
-            update ratios), `logits`.
+            update ratios), `logits`, `residual` (what each branch does to the residual stream).
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A

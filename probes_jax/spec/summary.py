@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from probes_jax.spec import sketch
+
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # stat -> (float64 values [rows], present [rows])
 
 
@@ -44,6 +46,7 @@ class Leaf:
         name: Its name.
         reduce: How it merges.
         width: Numbers per row; 0 means a single number without an axis of its own.
+        count: Whether the numbers are the limbs of a count.
         power: How it grows with the elements: a sum of squares by 2, a maximum by 1, a count by 0.
     """
 
@@ -51,6 +54,7 @@ class Leaf:
     reduce: Reduce
     width: int = 0
     power: int = 0
+    count: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +91,7 @@ class SummaryKind:
     @functools.cached_property
     def count_columns(self) -> int:
         """How many of the sum columns are limbs of counts; they are the first ones."""
-        return sum(leaf.width for leaf in self.leaves if leaf.reduce is Reduce.SUM and leaf.width)
+        return sum(leaf.width for leaf in self.leaves if leaf.count)
 
 
 def _sum(name: str, power: int = 0) -> Leaf:
@@ -99,7 +103,7 @@ def _max(name: str) -> Leaf:
 
 
 def _count(name: str) -> Leaf:
-    return Leaf(name, Reduce.SUM, LIMBS)
+    return Leaf(name, Reduce.SUM, LIMBS, count=True)
 
 
 def decode_count(limbs: np.ndarray) -> np.ndarray:
@@ -200,6 +204,16 @@ def _extreme(leaves: Mapping[str, np.ndarray]) -> Columns:
     }
 
 
+def _spread(leaves: Mapping[str, np.ndarray]) -> Columns:
+    mean, seen = _mean(leaves)[""]
+    return {"mean": (mean, seen), "max": (np.where(np.isnan(mean), mean, _wide(leaves["max"])), seen)}
+
+
+def _sketch(leaves: Mapping[str, np.ndarray]) -> Columns:
+    seen = _wide(leaves["buckets"]).sum(axis=-1) > 0
+    return {name: (value, seen) for name, value in sketch.quantiles(leaves["buckets"]).items()}
+
+
 ABSENT_BITS = 0x7FC0AB5E  # a quiet NaN with a payload no arithmetic produces: "no measurement", not "measured NaN"
 
 
@@ -252,6 +266,10 @@ KINDS: dict[str, SummaryKind] = {
         _kind("tally", (_count("count"),), _tally),
         # An absolute maximum with its non-finite counts.
         _kind("extreme", (_count("nan"), _count("inf"), _max("abs_max")), _extreme),
+        # Numbers of tokens: their weighted mean and their maximum; absent without a token.
+        _kind("spread", (_sum("total", 1), _sum("weight"), _max("max")), _spread),
+        # Their quantiles.
+        _kind("sketch", (Leaf("buckets", Reduce.SUM, sketch.SIZE),), _sketch),
         # A float32 computed in the graph from merged leaves; may be absent.
         _kind("scalar", (Leaf("bits", Reduce.RAW),), _scalar),
         # A 64-bit counter as two 32-bit words, low word first.

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from probes_jax.observe.binding import slots_like
 from probes_jax.observe.point import Point
+from probes_jax.observe.record import slots_like
 from probes_jax.stats.manual import add_up
 from probes_jax.stats.summary import Summary, is_summary
 from probes_jax.stats.types import filled, in_automatic_mode, types_of
@@ -171,5 +171,5 @@ def _identity(tree: Any) -> Any:
 
 def _nothing(shape: Part, state: Any) -> Part:
     """The part of no microbatch: merging it changes nothing."""
-    rows, points, extra = _identity(shape.rows), _identity(shape.points), _identity(shape.extra)
-    return Part(filled(shape.weight, 0.0), rows, points, extra, state, None, shape.names)
+    rows, points, extra, tokens = map(_identity, (shape.rows, shape.points, shape.extra, shape.tokens))
+    return Part(filled(shape.weight, 0.0), rows, points, extra, state, None, shape.names, tokens=tokens)

@@ -28,6 +28,9 @@ class Loss:
         logits: Output logits `[..., classes]`. None: the model's one float output with the largest last axis.
         extra: Optimized scalars reported apart, for example a z-loss.
         aux: Anything else; handed back in `Report.aux`.
+        valid: Which positions of the model hold a token, bool, where these are not those of `mask > 0`: a prompt that
+            is not trained on, images before a text. In the shape that the model has them in, `[batch, positions]`.
+            Metrics of residual paths, experts and attention count these.
     """
 
     nll: jax.Array
@@ -36,11 +39,15 @@ class Loss:
     logits: jax.Array | None = None
     extra: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     aux: Any = None
+    valid: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """A checked loss: all arrays of one shape. `weight` is None for a loss given as one scalar."""
+    """A checked loss: all arrays of one shape. `weight` is None for a loss given as one scalar.
+
+    `valid` says which positions of the model count, in a shape of its own; None: all.
+    """
 
     nll: jax.Array
     weight: jax.Array | None
@@ -48,6 +55,7 @@ class Tokens:
     logits: jax.Array | None
     extra: dict[str, jax.Array]
     aux: Any
+    valid: jax.Array | None = None
 
     def __post_init__(self) -> None:
         for leaf in jax.tree.leaves(self.aux):
@@ -146,7 +154,10 @@ def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
     logits = None if loss.logits is None else _array("logits", loss.logits)
     if logits is not None and (logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating)):
         raise ValueError(f"Loss logits must be float [..., classes], got {logits.dtype}{list(logits.shape)}")
-    return Tokens(nll, weight, group, logits, extra, loss.aux)
+    valid = weight > 0 if loss.valid is None else _array("valid", loss.valid)
+    if valid.ndim == 0 or not (valid.dtype == bool or jnp.issubdtype(valid.dtype, jnp.integer)):
+        raise ValueError(f"Loss valid must be bool [batch, positions], got {valid.dtype}{list(valid.shape)}")
+    return Tokens(nll, weight, group, logits, extra, loss.aux, valid != 0)
 
 
 def _array(field: str, value: Any) -> jax.Array:

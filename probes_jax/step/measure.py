@@ -16,12 +16,14 @@ from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
 from probes_jax.signals.measured import Measured, measured
 from probes_jax.signals.parameters import measure_gradients, measure_norms, subtract
+from probes_jax.signals.tokens import name_spread
 from probes_jax.spec.coverage import Coverage, SeenPoint
+from probes_jax.stats.sketch import sketched
 from probes_jax.step.loss_scale import update_loss_scale
 from probes_jax.step.monitor import MonitorState
 from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Counters, Scalars, pack_report
-from probes_jax.step.reduce import reduce_measured
+from probes_jax.step.reduce import Reduced, reduce_measured
 from probes_jax.step.report import Report
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
@@ -45,6 +47,7 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
             continue
         for point, rows in zip(names, summaries, strict=True):
             items.append(measured(point.labels(rows.stack_shape(), prefix), rows))
+    items += [item for spread in part.tokens for item in name_spread(spread)]
     return items + measure_gradients(
         flatten(gradients), settings.infos, layers=program == "full" and "grad" not in without
     )
@@ -135,6 +138,7 @@ def finish(
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
+    scalars |= name_quantiles(reduced)
     coverage = _coverage(settings, notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)
@@ -143,6 +147,18 @@ def finish(
     if mesh is not None and not settings.partition.manual:
         buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
     return monitor, Report(buffer, layout, coverage, part.aux, settings.plan.fingerprint)
+
+
+def name_quantiles(reduced: Reduced) -> Scalars:
+    """Quantiles of every sketch: a sketch is a thousand numbers, so they are read in the graph."""
+    found: Scalars = {}
+    for entry in reduced.layout.entries[reduced.visible :]:
+        buckets = reduced.leaf(entry.key, "buckets")
+        values = sketched(buckets, reduced.leaf(entry.key.removesuffix("sketch") + "{stat}", "max"))
+        for stat, value in values.items():
+            names = tuple(label.removesuffix("sketch") + stat for label in entry.labels)
+            found[names] = (value, buckets.sum(axis=-1) > 0)
+    return found
 
 
 def _was_clipped(settings: Settings, opt_state: Any, values: Values) -> jax.Array | None:

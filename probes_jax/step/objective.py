@@ -11,28 +11,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probes_jax.observe.binding import Captured
 from probes_jax.observe.chosen import means
 from probes_jax.observe.evaluation import Evaluation
 from probes_jax.observe.named import LossObserver, observing
 from probes_jax.observe.point import INPUT, Point
+from probes_jax.observe.probes import Probes
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.roles import role_of
 from probes_jax.signals.logits import has_classes, measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
+from probes_jax.signals.tokens import Spread, fit_valid, measure_tokens
 from probes_jax.spec.plan import Plan
+from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
+from probes_jax.stats.per_token import FAMILIES, PerToken
 from probes_jax.stats.summary import Summary
 from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
 
+UNFIT = (
+    "positions of shape {0} are not those of the loss, {1}, so which of them hold a token is not known; say so: "
+    "pj.Loss(valid=...)"
+)
 LEFT_OUT = "left out by Plan without"
 Layers = Mapping[Point, tuple[int, ...]]  # length of each axis of scanned layers
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients"),
+    data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients", "tokens"),
     meta_fields=("names", "gradient_names", "seen", "missing"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Part:
         gradients: Summaries of the backward gradients, and `gradient_names` the point behind each (static).
         seen: Every point of the trace, and `missing` (name, reason) of what does not report (static). Filled in for a
             loop of the user's, which hands nothing else from the forward pass to `Monitor.measure`.
+        tokens: Summaries of what was measured of each token.
     """
 
     weight: jax.Array
@@ -65,6 +75,7 @@ class Part:
     gradient_names: tuple[Point, ...] = ()
     seen: tuple[Point, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
+    tokens: tuple[Spread, ...] = ()
 
     def merge(self, later: Part) -> Part:
         """Both parts together; the state is the later one's."""
@@ -80,6 +91,7 @@ class Part:
             later.state,
             later.aux,
             self.names,
+            tokens=tuple(mine.merge(theirs) for mine, theirs in zip(self.tokens, later.tokens)),
         )
 
 
@@ -125,16 +137,16 @@ class Objective:
     @property
     def observes(self) -> bool:
         """Whether activations are looked at: for themselves, or for their gradients."""
-        return self.scan and (self.plan.backward or "act" not in self.plan.without)
+        return self.scan and (self.plan.backward or not {"act", "residual"} <= set(self.plan.without))
 
     def __call__(
         self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None
     ) -> tuple[jax.Array, jax.Array, Part]:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
         size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
-        measure = self._measure(size) if self.observes else None
+        probes = self._probes(size) if self.observes else None
         evaluation = Evaluation(taps)
-        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=measure, evaluation=evaluation)
+        bound = self.binding.bind(params, state, rngs=Rngs(key), measure=probes, evaluation=evaluation)
         own = LossObserver(self._measure(size), evaluation)
         with contextlib.ExitStack() as stack:
             if self.observes:
@@ -143,17 +155,20 @@ class Objective:
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
-        seen = (*captured.seen, *result.seen)
-        notes.layers = {p: rows.stack_shape() for p, rows in {**captured.points, **result.points}.items()}
+        of_tokens = self._of_tokens(captured, tokens, notes)
+        seen = tuple(point for point in (*captured.seen, *result.seen) if point.class_name not in FAMILIES)
+        found = {**captured.points, **result.points}
+        notes.layers = {point: rows.stack_shape() for point, rows in found.items()}
         notes.seen = tuple(point for point in seen if self._is_wanted(point, notes.layers))
         notes.left_out = tuple(point for point in seen if point not in notes.seen)
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
         notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)}, notes.layers)
-        missing = self._wanted({**captured.missing, **result.missing}, notes.layers)
+        missing = {p: why for p, why in {**captured.missing, **result.missing}.items() if p.class_name not in FAMILIES}
+        missing = self._wanted(missing, notes.layers)
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
         rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
-        points = self._wanted({**captured.points, **result.points}, notes.layers)
+        points = self._wanted(found, notes.layers)
         names = tuple(points)
         part = Part(
             weight,
@@ -164,8 +179,33 @@ class Objective:
             tokens.aux,
             names,
             evaluation.raw,
+            tokens=of_tokens,
         )
         return total, weight, part
+
+    def _probes(self, batch: int) -> Probes:
+        branch = None if "residual" in self.plan.without else measure_branch
+        return Probes(self._measure(batch), branch)
+
+    def _of_tokens(self, captured: Captured, tokens: Tokens, notes: Notes) -> tuple[Spread, ...]:
+        """Summaries of what was measured of each token."""
+        alike: dict[Any, dict[tuple[str, ...], PerToken]] = {}
+        missing = {point: why for point, why in captured.missing.items() if point.class_name in FAMILIES}
+        for point, each in captured.tokens.items():
+            positions = each.values.shape[len(each.stack_shape()) : -1]
+            if fit_valid(tokens.valid, positions) is None:
+                missing[point] = UNFIT.format(positions, () if tokens.valid is None else tokens.valid.shape)
+                continue
+            rows = point.labels(each.stack_shape(), each.family)
+            labels = tuple(row.replace("{stat}", f"{name}/{{stat}}") for row in rows for name in each.names)
+            alike.setdefault((positions, each.names), {})[labels] = each
+        notes.missing.update({f"{point.class_name}/{point}": why for point, why in missing.items()})
+        found = []
+        for (positions, _), group in alike.items():
+            valid = fit_valid(tokens.valid, positions)
+            assert valid is not None  # asked above
+            found.append(measure_tokens(group, valid, self.partition.tokens(positions)))
+        return tuple(found)
 
     def matches(self, text: str, point: Point, layers: Layers) -> bool:
         """Whether a word of `Plan.include` or `Plan.exclude` means this point."""

@@ -9,13 +9,14 @@ from probes_jax.spec.layout import FORMAT, HEADER, PROGRAMS, Entry, Layout
 from probes_jax.spec.summary import ABSENT_BITS, Reduce
 from probes_jax.step.reduce import Reduced
 
-Scalars = dict[str, tuple[jax.Array, jax.Array | bool]]  # name -> (float32 value, present)
+Names = str | tuple[str, ...]
+Scalars = dict[Names, tuple[jax.Array, jax.Array | bool]]  # name -> (float32 value, present); names: one for each
 Counters = dict[str, jax.Array]  # name -> uint32 word, or two words [2], low first
 
 
 def _scalar_bits(value: jax.Array, present: jax.Array | bool) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(jnp.asarray(value, jnp.float32), jnp.uint32)
-    return jnp.where(present, bits, jnp.uint32(ABSENT_BITS)).reshape(1)
+    return jnp.where(present, bits, jnp.uint32(ABSENT_BITS)).reshape(-1)
 
 
 def _counter_words(value: jax.Array) -> jax.Array:
@@ -25,16 +26,18 @@ def _counter_words(value: jax.Array) -> jax.Array:
 
 def pack_report(reduced: Reduced, scalars: Scalars, counters: Counters, step: jax.Array) -> tuple[jax.Array, Layout]:
     """The buffer and the layout of one report."""
-    entries = [*reduced.layout.entries]
+    shown = Layout(reduced.layout.program, reduced.layout.entries[: reduced.visible])
+    entries = [*shown.entries]
     raw = []
     for name, (value, present) in scalars.items():
-        entries.append(Entry("scalar", (name,)))
+        entries.append(Entry("scalar", (name,) if isinstance(name, str) else name))
         raw.append(_scalar_bits(value, present))
     for name, value in counters.items():
         entries.append(Entry("counter", (name,)))
         raw.append(_counter_words(value))
     layout = Layout(reduced.layout.program, tuple(entries))
-    words = jnp.concatenate([reduced.sums, reduced.maxima]).astype(jnp.float32)
+    sums, maxima = (sum(slot.size for slot in shown.section(how)) for how in (Reduce.SUM, Reduce.MAX))
+    words = jnp.concatenate([reduced.sums[:sums], reduced.maxima[:maxima]]).astype(jnp.float32)
     return _assemble(layout, step, jax.lax.bitcast_convert_type(words, jnp.uint32), raw), layout
 
 

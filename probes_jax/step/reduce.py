@@ -25,10 +25,17 @@ Owner = dict[tuple[str, ...], jax.Array]  # row axes -> whether this device spea
 
 
 class Reduced:
-    """Fully merged leaves of a report, readable in the graph by entry and leaf name."""
+    """Fully merged leaves of a report, readable in the graph by entry and leaf name.
 
-    def __init__(self, layout: Layout, sums: jax.Array, maxima: jax.Array) -> None:
+    Attributes:
+        layout: All entries; those that are no part of the report are the last ones.
+        visible: Number of the others.
+        sums, maxima: All leaves, in the order of the layout.
+    """
+
+    def __init__(self, layout: Layout, sums: jax.Array, maxima: jax.Array, visible: int) -> None:
         self.layout = layout
+        self.visible = visible
         self.sums = sums
         self.maxima = maxima
         self._slots = {(layout.entries[slot.entry].key, slot.reduce): slot for slot in layout.slots}
@@ -101,7 +108,9 @@ def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, 
         mesh: The mesh that the rows' axes belong to, or None on one device.
         maxima: False leaves the pmax out (for what must be known before the update).
     """
+    items = sorted(items, key=lambda item: item.hidden)
     layout = Layout(program, tuple(item.entry for item in items))
+    visible = sum(not item.hidden for item in items)
     manual = manual_axes()
     sizes = manual or (dict(mesh.shape) if mesh is not None else {})
     names = tuple(sizes)
@@ -117,8 +126,8 @@ def reduce_measured(items: Sequence[Measured], program: str, mesh: Mesh | None, 
 
     parts = [item.parts for item in items]
     if mesh is None or manual:
-        return Reduced(layout, *local(parts))
+        return Reduced(layout, *local(parts), visible)
     specs = jax.tree.map(row_specs, parts, is_leaf=is_summary)
     whole = PartitionSpec()
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(whole, whole), check_vma=False)
-    return Reduced(layout, *run(parts))
+    return Reduced(layout, *run(parts), visible)

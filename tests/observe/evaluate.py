@@ -8,9 +8,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from probes_jax.observe.binding import Captured, slots_like
+from probes_jax.observe.binding import Captured
 from probes_jax.observe.evaluation import Evaluation as ObservedEvaluation
 from probes_jax.observe.point import INPUT
+from probes_jax.observe.record import slots_like
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.wrap import wrap
 from probes_jax.spec.summary import decode_count

@@ -13,7 +13,7 @@ import pytest
 from flax.core import DenyList, lift
 from flax.linen import module as linen_module
 
-from probes_jax.observe.binding import slots_like
+from probes_jax.observe.record import slots_like
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.wrap import wrap
 from probes_jax.stats.moments import summarize_magnitude

@@ -12,9 +12,9 @@ from flax import nnx
 from jax import checkpoint as remat
 
 import probes_jax as pj
-from probes_jax.observe.binding import slots_like
 from probes_jax.observe.evaluation import Evaluation
 from probes_jax.observe.named import LossObserver, observing
+from probes_jax.observe.record import slots_like
 from probes_jax.stats.moments import summarize_magnitude
 from tests.observe.evaluate import (
     assert_rows,

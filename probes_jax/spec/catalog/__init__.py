@@ -1,6 +1,15 @@
 """All metrics, one module a family. Docs, `probes metrics`, writer metadata and dashboards come from here."""
 
-from probes_jax.spec.catalog import gradient, loss, optimizer, system, tensor
+from probes_jax.spec.catalog import gradient, loss, optimizer, residual, system, tensor
 from probes_jax.spec.registry import Registry
 
-REGISTRY = Registry([*loss.METRICS, *gradient.METRICS, *tensor.METRICS, *optimizer.METRICS, *system.METRICS])
+REGISTRY = Registry(
+    [
+        *loss.METRICS,
+        *gradient.METRICS,
+        *tensor.METRICS,
+        *residual.METRICS,
+        *optimizer.METRICS,
+        *system.METRICS,
+    ]
+)

@@ -1,0 +1,32 @@
+"""What is measured of a model while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from probes_jax.observe.lift import not_carried
+from probes_jax.observe.tap import Measure
+from probes_jax.stats.per_token import PerToken
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes:
+    """The functions that measure, each called where a value is made; None leaves it alone.
+
+    Attributes:
+        activation: Summarizes a float array that a method returned, and its gradient.
+        branch: (stream, branch) of a residual sum to a few numbers for each token.
+    """
+
+    activation: Measure | None = None
+    branch: Callable[[jax.Array, jax.Array], PerToken] | None = None
+
+    @classmethod
+    def of(cls, measure: Measure | Probes) -> Probes:
+        """As they are used inside of a model: transforms in them are ours, and nobody observes there."""
+        probes = measure if isinstance(measure, Probes) else cls(activation=measure)
+        own = {field.name: getattr(probes, field.name) for field in dataclasses.fields(cls)}
+        return cls(**{name: function and not_carried(function) for name, function in own.items()})

@@ -44,6 +44,7 @@ _HOMES = {
     "inspect": "probes_jax.cost.inspection",
     "monitored_train_step": "probes_jax.step.train",
     "observe": "probes_jax.observe",
+    "observe_routing": "probes_jax.observe.named",
     "open_run": "probes_jax.host.run_folder",
     "preview": "probes_jax.cost.preview",
     "print_screen": "probes_jax.present.screen",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from probes_jax.host.writers.event import EventWriter as EventWriter
     from probes_jax.observe.chain import chain as chain
     from probes_jax.observe.named import observe as observe
+    from probes_jax.observe.named import observe_routing as observe_routing
     from probes_jax.observe.rngs import Rngs as Rngs
     from probes_jax.observe.wrap import wrap as wrap
     from probes_jax.present.progress import LiveSignals as LiveSignals

@@ -26,7 +26,7 @@ from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.roles import role_of, takes_input
 from probes_jax.observe.streams import Streams
 from probes_jax.observe.tap import Measure
-from probes_jax.stats.per_token import PerToken
+from probes_jax.stats.per_token import ROUTER, PerToken
 from probes_jax.stats.summary import Summary
 
 FLAG = "probes_jax"  # scope flag that marks the scopes of an observed model, also inside lifted transforms
@@ -143,7 +143,10 @@ class LinenRecorder:
             return output
         cls = type(frame.module).__name__
         output = self._observe(frame, output, cls, frame.method)
-        name, role = "/".join(frame.path[len(around.path) :]), role_of(Point(frame.path, cls, frame.method))
+        point = Point(frame.path, cls, frame.method)
+        name, role = "/".join(frame.path[len(around.path) :]), role_of(point, self._probes.roles)
+        if role == "router" and self._probes.routing is not None:
+            self._take_routing(frame, self._probes.routing(output), ())
         self._streams.returned(name, role, output, args[0] if args else None)
         return output
 
@@ -220,6 +223,19 @@ class LinenRecorder:
         frame = self._running()
         if not frame.scope.flags.get("initializing", False) and self._probes.branch is not None:
             self._keep_tokens(frame, self._probes.branch(stream, branch), tuple(name.split("/")))
+
+    def take_routing(self, found: PerToken, path: Path) -> None:
+        """Routing that the model names itself: below the module whose method runs."""
+        frame = self._running()
+        if not frame.scope.flags.get("initializing", False) and self._probes.routing is not None:
+            self._take_routing(frame, found, path)
+
+    def _take_routing(self, frame: _Call, found: PerToken | str, name: Path) -> None:
+        if isinstance(found, PerToken):
+            self._keep_tokens(frame, found, name)
+        else:
+            visit = Visit((*frame.path, *name), ROUTER, "__call__", {"": ()}, found)
+            self.visits += [] if self._is_repeated(visit) else [visit]
 
     def _keep_tokens(self, frame: _Call, found: PerToken, name: Path) -> None:
         shapes = {"": found.values.shape[:-1]}

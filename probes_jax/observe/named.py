@@ -8,12 +8,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import jax.numpy as jnp
+
 from probes_jax.observe.census import Result, Visit, settle
 from probes_jax.observe.evaluation import LOSS, Evaluation, named_in
 from probes_jax.observe.lift import not_carried
 from probes_jax.observe.point import Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.tap import Measure
+from probes_jax.stats.per_token import ROUTER, PerToken
+from probes_jax.stats.routing import of_tokens
 from probes_jax.stats.summary import Summary
 
 CLASS = "observe"  # stands for the class of the module in the identity of such a point
@@ -28,6 +32,10 @@ class Observer(Protocol):
 
     def take(self, path: tuple[str, ...], value: Any) -> Any:
         """Records the float arrays of `value` and returns it, with taps where there are slots."""
+        ...
+
+    def take_routing(self, found: PerToken, path: tuple[str, ...]) -> None:
+        """Records which experts the tokens go to."""
         ...
 
 
@@ -67,10 +75,48 @@ def observe(name: str, value: Any) -> Any:
         >>> observe("attn/q_norm", jnp.ones(2))
         Array([1., 1.], dtype=float32)
     """
+    path = _path(name, "observe")
+    return _active.observers[-1].take(path, value) if _active.observers else value
+
+
+def observe_routing(name: str, indices: Any, *, experts: int, scores: Any = None) -> None:
+    """Names the experts that tokens go to: load and balance are reported as `router/<module path>/<name>/...`.
+
+    For routers that are no module of their own, or whose output does not tell. Write it in a linen or nnx module where
+    the experts are chosen. Outside of a monitored step it does nothing.
+
+    Args:
+        name: Its name below the module; `/` makes levels.
+        indices: Numbers of the chosen experts, int `[*positions, k]`.
+        experts: How many experts there are, E.
+        scores: Float `[*positions, E]`: by how much the last of the k was chosen is reported, too.
+
+    Raises:
+        ValueError: The name is empty, or the arrays are not of these shapes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> observe_routing("top2", jnp.zeros((4, 2), jnp.int32), experts=8)
+    """
+    path = _path(name, "observe_routing")
+    shape, kind = tuple(jnp.shape(indices)), jnp.result_type(indices)
+    if len(shape) < 2 or not jnp.issubdtype(kind, jnp.integer) or shape[-1] > experts:
+        raise ValueError(
+            f"observe_routing indices must be int [*positions, k] with k <= experts={experts}, got {kind}{list(shape)}"
+        )
+    if scores is not None and tuple(jnp.shape(scores)) != (*shape[:-1], experts):
+        raise ValueError(
+            f"observe_routing scores must have the shape {[*shape[:-1], experts]}, got {list(jnp.shape(scores))}"
+        )
+    if _active.observers:
+        _active.observers[-1].take_routing(of_tokens(indices, experts, scores), path)
+
+
+def _path(name: Any, function: str) -> tuple[str, ...]:
     path = tuple(name.split("/")) if isinstance(name, str) else ()
     if not all(path) or not path:
-        raise ValueError(f"observe name must be words joined by '/', such as 'attn/q_norm', got {name!r}")
-    return _active.observers[-1].take(path, value) if _active.observers else value
+        raise ValueError(f"{function} name must be words joined by '/', such as 'attn/q_norm', got {name!r}")
+    return path
 
 
 class LossObserver:
@@ -99,6 +145,12 @@ class LossObserver:
         slots = level.next_slots
         self._evaluation.keep(record, [visit])
         return tapped(self._measure, value, record, slots) if isinstance(slots, Record) else value
+
+    def take_routing(self, found: PerToken, path: tuple[str, ...]) -> None:
+        """See `Observer.take_routing`: experts are in the model."""
+        del found
+        why = "pj.observe_routing is called in loss_fn; call it in the module that chooses the experts"
+        self._evaluation.keep(None, [Visit((LOSS, *path), ROUTER, "__call__", {"": ()}, why, LOSS)])
 
     def result(self) -> Result:
         """What was seen and measured."""

@@ -38,7 +38,7 @@ from probes_jax.observe.record import Record, float_leaves, is_record, shapes_of
 from probes_jax.observe.roles import role_of, takes_input
 from probes_jax.observe.streams import Streams
 from probes_jax.observe.tap import Measure
-from probes_jax.stats.per_token import PerToken
+from probes_jax.stats.per_token import ROUTER, PerToken
 from probes_jax.stats.summary import Summary
 
 _LEVEL = "level"  # `Visit.place` of a record that comes out of its transforms by itself
@@ -197,8 +197,10 @@ class NNXRecorder:
             self._frames.pop()
         leaves, cls = float_leaves(output), type(module).__name__
         output = self._observe(module, Visit(path, cls, method, shapes_of(leaves)), leaves, output)
-        name = "/".join(path[len(top.path) :])
-        self._streams.returned(name, role_of(Point(path, cls, method)), output, args[0] if args else None)
+        name, role = "/".join(path[len(top.path) :]), role_of(Point(path, cls, method), self._probes.roles)
+        if role == "router" and self._probes.routing is not None:
+            self._take_routing(module, path, self._probes.routing(output), ())
+        self._streams.returned(name, role, output, args[0] if args else None)
         return output
 
     def fix(self, arguments: Any) -> None:
@@ -237,12 +239,24 @@ class NNXRecorder:
     def _take_branch(self, name: str, stream: jax.Array, branch: jax.Array) -> None:
         """A residual sum in the module whose method runs."""
         if self._probes.branch is not None:
-            self._keep_tokens(self._probes.branch(stream, branch), tuple(name.split("/")))
+            top = self._frames[-1]
+            self._keep_tokens(top.module, top.path, self._probes.branch(stream, branch), tuple(name.split("/")))
 
-    def _keep_tokens(self, found: PerToken, name: Path) -> None:
+    def take_routing(self, found: PerToken, path: Path) -> None:
+        """Routing that the model names itself: below the module whose method runs."""
         top = self._frames[-1]
-        visit = Visit((*top.path, *name), found.family, "__call__", {"": found.values.shape[:-1]})
-        self._keep(top.module, visit, lambda: {"": found}, name)
+        if self._probes.routing is not None:
+            self._take_routing(top.module, top.path, found, path)
+
+    def _take_routing(self, module: Any, path: Path, found: PerToken | str, name: Path) -> None:
+        if isinstance(found, PerToken):
+            self._keep_tokens(module, path, found, name)
+        else:
+            self.levels[-1].visits.append(Visit((*path, *name), ROUTER, "__call__", {"": ()}, found))
+
+    def _keep_tokens(self, module: Any, path: Path, found: PerToken, name: Path) -> None:
+        visit = Visit((*path, *name), found.family, "__call__", {"": found.values.shape[:-1]})
+        self._keep(module, visit, lambda: {"": found}, name)
 
     def _keep(self, module: Any, visit: Visit, values: Callable[[], Any], below: Path) -> tuple[Record | None, Any]:
         """Measures, and leaves the record where it comes back from; the record, and the slots of its taps, if any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -19,14 +20,18 @@ class Probes:
     Attributes:
         activation: Summarizes a float array that a method returned, and its gradient.
         branch: (stream, branch) of a residual sum to a few numbers for each token.
+        routing: A router's output to the experts of each token; or why it does not tell.
+        roles: See `roles.role_of`.
     """
 
     activation: Measure | None = None
     branch: Callable[[jax.Array, jax.Array], PerToken] | None = None
+    routing: Callable[[Any], PerToken | str] | None = None
+    roles: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, measure: Measure | Probes) -> Probes:
         """As they are used inside of a model: transforms in them are ours, and nobody observes there."""
         probes = measure if isinstance(measure, Probes) else cls(activation=measure)
-        own = {field.name: getattr(probes, field.name) for field in dataclasses.fields(cls)}
-        return cls(**{name: function and not_carried(function) for name, function in own.items()})
+        own = {name: getattr(probes, name) for name in ("activation", "branch", "routing")}
+        return cls(**{name: function and not_carried(function) for name, function in own.items()}, roles=probes.roles)

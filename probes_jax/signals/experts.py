@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 
+from probes_jax.signals.measured import Measured, measured
+from probes_jax.signals.parameters import Infos, Tensors
 from probes_jax.spec.summary import LIMB_BITS, LIMBS
+from probes_jax.stats.summary import Summary
 
-Values = dict[str, tuple[jax.Array, jax.Array]]  # statistic -> (float32 [layers], present [layers])
+Value = tuple[jax.Array, jax.Array]  # float32 and presence, one for each layer
 
 
 def to_loads(limbs: jax.Array, experts: int) -> jax.Array:
@@ -16,7 +23,7 @@ def to_loads(limbs: jax.Array, experts: int) -> jax.Array:
     return (limbs * weights).sum(axis=-1).reshape(-1, experts)
 
 
-def balance(loads: jax.Array, shards: int | None) -> Values:
+def balance(loads: jax.Array, shards: int | None) -> dict[str, Value]:
     """What every step tells: I, MaxVio, and the imbalance of expert-parallel shards.
 
     Args:
@@ -38,7 +45,7 @@ def balance(loads: jax.Array, shards: int | None) -> Values:
     return found
 
 
-def spread(loads: jax.Array) -> Values:
+def spread(loads: jax.Array) -> dict[str, Value]:
     """What a scan tells besides: H, H_norm, experts without a token, exp(H)."""
     total = loads.sum(axis=-1, keepdims=True)
     some = total[:, 0] > 0
@@ -50,3 +57,75 @@ def spread(loads: jax.Array) -> Values:
         "dead_experts": (jnp.sum(loads == 0, axis=-1).astype(jnp.float32), some),
         "effective_experts": (jnp.exp(entropy), some),
     }
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("labels", "path"))
+@dataclasses.dataclass(frozen=True)
+class Loads:
+    """Valid tokens of each expert of one router.
+
+    Attributes:
+        rows: `tally` rows with the stack axes of its layers and one of experts.
+        labels: A name for each layer, without what follows it.
+        path: Path of the router's module.
+    """
+
+    rows: Summary
+    labels: tuple[str, ...]
+    path: tuple[str, ...]
+
+    def merge(self, other: Loads) -> Loads:
+        """Both parts together."""
+        return Loads(self.rows.merge(other.rows), self.labels, self.path)
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.rows.stack_shape()[-1]
+
+    def names(self, stat: str) -> tuple[str, ...]:
+        """A name for each expert of each layer."""
+        return tuple(f"{label}/{stat}/expert[{index}]" for label in self.labels for index in range(self.experts))
+
+    def measured(self) -> Measured:
+        """The entry that is reduced; what a report tells of it is worked out in the graph."""
+        return measured(self.names("tokens"), self.rows, hidden=True)
+
+    def read(self, limbs: jax.Array, shards: int | None, *, scan: bool) -> dict[tuple[str, ...], Value]:
+        """What a report tells, by its names.
+
+        Args:
+            limbs: The merged rows, `[layers * E, 4]`.
+            shards: See `balance`.
+            scan: Whether to tell everything.
+        """
+        loads = to_loads(limbs, self.experts)
+        values = balance(loads, shards) | (spread(loads) if scan else {})
+        found = {tuple(f"{label}/{stat}" for label in self.labels): value for stat, value in values.items()}
+        if scan:
+            total = loads.sum(axis=-1, keepdims=True)
+            share = loads / jnp.where(total > 0, total, 1.0)
+            found[self.names("load")] = share, jnp.broadcast_to(total > 0, share.shape)
+        return found
+
+
+def find_expert_shards(path: tuple[str, ...], experts: int, tensors: Tensors, infos: Infos) -> int | None:
+    """Into how many shards the mesh cuts the experts of a router: as it cuts the parameters beside it, along E.
+
+    Args:
+        path: Path of the router's module.
+        experts: E.
+        tensors: Parameters, or their gradients.
+        infos: What is known of them.
+
+    Returns:
+        None where none of them is cut along an axis of that length.
+    """
+    for key, info in infos.items():
+        if key[: len(path) - 1] != path[:-1]:
+            continue
+        sizes = dict(info.split.sizes)
+        for length, axes in zip(tensors[key].shape, info.split.dims):
+            if length == experts and axes:
+                return math.prod(sizes[axis] for axis in axes)
+    return None

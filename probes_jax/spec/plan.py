@@ -36,7 +36,7 @@ class Guard:
             )
 
 
-FAMILIES = ("act", "grad_act", "grad", "param", "update", "logits", "residual")  # what a plan can do without
+FAMILIES = ("act", "grad_act", "grad", "param", "update", "logits", "residual", "router")  # what a plan can do without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,15 @@ class Plan:
         without: Families of metrics that are not measured, to save what they cost (`pj.inspect` says what that is):
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
-            update ratios), `logits`, `residual` (what each branch does to the residual stream).
+            update ratios), `logits`, `residual` (what each branch does to the residual stream), `router` (balance of
+            experts).
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A
             wrong guess of either costs a small collective (`pj.inspect` shows it), never a wrong number.
+        top_k: Experts that a token goes to, where the model's routers return a score for each expert and nothing else.
+        expert_shards: Into how many shards of neighbouring experts these are cut, where the parameters' shardings do
+            not tell.
         unit: What one element of `Loss.nll` is, in the singular: "token", "example", "pixel". Tables say it where
             they give units; the names of metrics stay.
     """
@@ -90,6 +94,8 @@ class Plan:
     roles: tuple[tuple[str, str], ...] = ()
     token_axes: tuple[str, ...] | None = None
     feature_axes: tuple[str, ...] | None = None
+    top_k: int | None = None
+    expert_shards: int | None = None
     unit: str = "token"
 
     def __post_init__(self) -> None:
@@ -103,6 +109,9 @@ class Plan:
             self._set(name, check.names(f"Plan {name}", getattr(self, name)))
         for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):
             self._set(name, check.integer(f"Plan {name}", getattr(self, name), least))
+        for name in ("top_k", "expert_shards"):
+            if getattr(self, name) is not None:
+                self._set(name, check.integer(f"Plan {name}", getattr(self, name), 1))
         for name in ("deviation_floor", "theta"):
             self._set(name, check.number(f"Plan {name}", getattr(self, name)))
         check.flag("Plan skip_empty", self.skip_empty)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from probes_jax.stats.per_token import NOTHING, PerToken
+from probes_jax.stats.per_token import NOTHING, RESIDUAL, PerToken
 
-RESIDUAL = "residual"
 COLUMNS = ("stream_norm", "branch_norm", "ratio", "importance", "angle", "noop", "nonzero")
 
 

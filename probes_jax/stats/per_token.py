@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from probes_jax.stats.types import filled
 
-FAMILIES = ("residual", "attention", "router")  # first segments of the metrics' names; no module's class has one
+RESIDUAL, ATTENTION, ROUTER = "residual", "attention", "router"
+FAMILIES = (RESIDUAL, ATTENTION, ROUTER)  # first segments of the metrics' names; no module's class has one
 NOTHING = -1.0  # no measurement: every number of a token is at least 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,11 +10,10 @@ import jax.numpy as jnp
 
 from probes_jax.stats.exact import encode_count
 from probes_jax.stats.partial import WHOLE, Split, cut
-from probes_jax.stats.per_token import PerToken
+from probes_jax.stats.per_token import ROUTER, PerToken
 from probes_jax.stats.sketch import count_buckets
 from probes_jax.stats.summary import Summary
 
-ROUTER = "router"
 EXPERT, MARGIN = "expert", "margin"
 NO_TOP_K = (
     "the router returns a score for each expert, but not to how many of them a token goes; say so: pj.Plan(top_k=...)"
@@ -65,6 +65,13 @@ def of_tokens(indices: jax.Array, experts: int, scores: jax.Array | None = None)
         columns.append(highest[..., k - 1 : k] - highest[..., k:])
         names = (*names, MARGIN)
     return PerToken(jnp.concatenate(columns, axis=-1), ROUTER, names, indices.ndim - 1, experts)
+
+
+def margins(found: PerToken) -> PerToken | None:
+    """Of the routing of tokens, by how much the last expert was chosen; None where that is not known."""
+    if MARGIN not in found.names:
+        return None
+    return dataclasses.replace(found, values=found.values[..., -1:], names=(MARGIN,))
 
 
 def count_experts(found: PerToken, valid: jax.Array, split: Split = WHOLE) -> Summary:

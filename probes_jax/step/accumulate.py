@@ -171,5 +171,7 @@ def _identity(tree: Any) -> Any:
 
 def _nothing(shape: Part, state: Any) -> Part:
     """The part of no microbatch: merging it changes nothing."""
-    rows, points, extra, tokens = map(_identity, (shape.rows, shape.points, shape.extra, shape.tokens))
-    return Part(filled(shape.weight, 0.0), rows, points, extra, state, None, shape.names, tokens=tokens)
+    kept = (shape.rows, shape.points, shape.extra, shape.tokens, shape.loads)
+    rows, points, extra, tokens, loads = map(_identity, kept)
+    nothing = filled(shape.weight, 0.0)
+    return Part(nothing, rows, points, extra, state, None, shape.names, tokens=tokens, loads=loads)

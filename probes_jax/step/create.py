@@ -226,6 +226,7 @@ def describe(
         donate=donate,
         clip=clip,
         missing=missing,
+        routes=notes.routes,
     )
 
 

@@ -12,6 +12,7 @@ from probes_jax.observe.clip import clip_threshold, clipped
 from probes_jax.observe.held_back import held_back
 from probes_jax.observe.learning_rate import learning_rates
 from probes_jax.observe.roles import role_of
+from probes_jax.signals.experts import find_expert_shards
 from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
 from probes_jax.signals.measured import Measured, measured
@@ -48,6 +49,7 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
         for point, rows in zip(names, summaries, strict=True):
             items.append(measured(point.labels(rows.stack_shape(), prefix), rows))
     items += [item for spread in part.tokens for item in name_spread(spread)]
+    items += [loads.measured() for loads in part.loads]
     return items + measure_gradients(
         flatten(gradients), settings.infos, layers=program == "full" and "grad" not in without
     )
@@ -138,7 +140,7 @@ def finish(
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
-    scalars |= name_quantiles(reduced)
+    scalars |= name_quantiles(reduced) | _name_loads(settings, part, reduced, new, notes, scan=layers)
     coverage = _coverage(settings, notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)
@@ -153,11 +155,29 @@ def name_quantiles(reduced: Reduced) -> Scalars:
     """Quantiles of every sketch: a sketch is a thousand numbers, so they are read in the graph."""
     found: Scalars = {}
     for entry in reduced.layout.entries[reduced.visible :]:
+        if entry.kind != "sketch":
+            continue
         buckets = reduced.leaf(entry.key, "buckets")
         values = sketched(buckets, reduced.leaf(entry.key.removesuffix("sketch") + "{stat}", "max"))
         for stat, value in values.items():
             names = tuple(label.removesuffix("sketch") + stat for label in entry.labels)
             found[names] = (value, buckets.sum(axis=-1) > 0)
+    return found
+
+
+def _name_loads(settings: Settings, part: Part, reduced: Reduced, params: Any, notes: Notes, *, scan: bool) -> Scalars:
+    """Balance of the experts, of loads that are merged over everything."""
+    found: Scalars = {}
+    for loads in part.loads:
+        shards = find_expert_shards(loads.path, loads.experts, params, settings.infos) or settings.plan.expert_shards
+        if shards is None or loads.experts % shards:
+            notes.missing["router/shard_imbalance"] = (
+                f"no parameter beside {'/'.join(loads.path)} is sharded along its {loads.experts} experts; where "
+                "they are sharded otherwise, say into how many shards: pj.Plan(expert_shards=...)"
+            )
+            shards = None
+        limbs = reduced.leaf(loads.measured().entry.key, "count")
+        found |= loads.read(limbs, shards, scan=scan)
     return found
 
 

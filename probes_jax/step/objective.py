@@ -19,6 +19,7 @@ from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.probes import Probes
 from probes_jax.observe.rngs import Rngs
 from probes_jax.observe.roles import role_of
+from probes_jax.signals.experts import Loads
 from probes_jax.signals.logits import has_classes, measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
 from probes_jax.signals.tokens import Spread, fit_valid, measure_tokens
@@ -26,7 +27,9 @@ from probes_jax.spec.plan import Plan
 from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
-from probes_jax.stats.per_token import FAMILIES, PerToken
+from probes_jax.stats.partial import Split
+from probes_jax.stats.per_token import FAMILIES, ROUTER, PerToken
+from probes_jax.stats.routing import count_experts, margins, read_routing
 from probes_jax.stats.summary import Summary
 from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
@@ -41,7 +44,7 @@ Layers = Mapping[Point, tuple[int, ...]]  # length of each axis of scanned layer
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients", "tokens"),
+    data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients", "tokens", "loads"),
     meta_fields=("names", "gradient_names", "seen", "missing"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Part:
         seen: Every point of the trace, and `missing` (name, reason) of what does not report (static). Filled in for a
             loop of the user's, which hands nothing else from the forward pass to `Monitor.measure`.
         tokens: Summaries of what was measured of each token.
+        loads: Valid tokens of each expert.
     """
 
     weight: jax.Array
@@ -76,6 +80,7 @@ class Part:
     seen: tuple[Point, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
     tokens: tuple[Spread, ...] = ()
+    loads: tuple[Loads, ...] = ()
 
     def merge(self, later: Part) -> Part:
         """Both parts together; the state is the later one's."""
@@ -92,6 +97,7 @@ class Part:
             later.aux,
             self.names,
             tokens=tuple(mine.merge(theirs) for mine, theirs in zip(self.tokens, later.tokens)),
+            loads=tuple(mine.merge(theirs) for mine, theirs in zip(self.loads, later.loads)),
         )
 
 
@@ -104,6 +110,7 @@ class Notes:
     layers: Layers = dataclasses.field(default_factory=dict)
     tokens: int = 1  # in one microbatch, valid or not
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    routes: bool = False  # some router was seen
     stacks: dict[tuple[str, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
     axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
@@ -120,6 +127,7 @@ class Objective:
         partition: What is known of the mesh.
         scan: Observe activations (the full program).
         probes: Measure anything at all; off gives the plain loss.
+        routes: Look at routers also without a scan.
     """
 
     binding: Any
@@ -128,6 +136,7 @@ class Objective:
     partition: Partition
     scan: bool
     probes: bool
+    routes: bool = False
 
     @property
     def backward(self) -> bool:
@@ -144,7 +153,7 @@ class Objective:
     ) -> tuple[jax.Array, jax.Array, Part]:
         """Sum of weighted losses, sum of weights, and everything measured, of one microbatch."""
         size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
-        probes = self._probes(size) if self.observes else None
+        probes = self._probes(size) if self.observes or self.routes else None
         evaluation = Evaluation(taps)
         bound = self.binding.bind(params, state, rngs=Rngs(key), measure=probes, evaluation=evaluation)
         own = LossObserver(self._measure(size), evaluation)
@@ -155,7 +164,8 @@ class Objective:
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
-        of_tokens = self._of_tokens(captured, tokens, notes)
+        of_tokens, loads = self._of_tokens(captured, tokens, notes)
+        notes.routes = bool(loads)
         seen = tuple(point for point in (*captured.seen, *result.seen) if point.class_name not in FAMILIES)
         found = {**captured.points, **result.points}
         notes.layers = {point: rows.stack_shape() for point, rows in found.items()}
@@ -164,7 +174,7 @@ class Objective:
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
         notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)}, notes.layers)
         missing = {p: why for p, why in {**captured.missing, **result.missing}.items() if p.class_name not in FAMILIES}
-        missing = self._wanted(missing, notes.layers)
+        missing = self._wanted(missing if self.observes else {}, notes.layers)
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
         rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
@@ -180,15 +190,24 @@ class Objective:
             names,
             evaluation.raw,
             tokens=of_tokens,
+            loads=loads,
         )
         return total, weight, part
 
     def _probes(self, batch: int) -> Probes:
-        branch = None if "residual" in self.plan.without else measure_branch
-        return Probes(self._measure(batch), branch)
+        without, plan = self.plan.without, self.plan
+        return Probes(
+            self._measure(batch) if self.observes else None,
+            measure_branch if self.observes and "residual" not in without else None,
+            None if "router" in without else lambda output: read_routing(output, plan.top_k),
+            plan.roles,
+        )
 
-    def _of_tokens(self, captured: Captured, tokens: Tokens, notes: Notes) -> tuple[Spread, ...]:
-        """Summaries of what was measured of each token."""
+    def _of_tokens(
+        self, captured: Captured, tokens: Tokens, notes: Notes
+    ) -> tuple[tuple[Spread, ...], tuple[Loads, ...]]:
+        """Summaries of what was measured of each token, and the loads of experts."""
+        loads = []
         alike: dict[Any, dict[tuple[str, ...], PerToken]] = {}
         missing = {point: why for point, why in captured.missing.items() if point.class_name in FAMILIES}
         for point, each in captured.tokens.items():
@@ -197,6 +216,11 @@ class Objective:
                 missing[point] = UNFIT.format(positions, () if tokens.valid is None else tokens.valid.shape)
                 continue
             rows = point.labels(each.stack_shape(), each.family)
+            if each.family == ROUTER:
+                loads.append(self._loads(point, each, tokens.valid, positions, rows))
+                each = margins(each)
+                if each is None or not self.scan:
+                    continue
             labels = tuple(row.replace("{stat}", f"{name}/{{stat}}") for row in rows for name in each.names)
             alike.setdefault((positions, each.names), {})[labels] = each
         notes.missing.update({f"{point.class_name}/{point}": why for point, why in missing.items()})
@@ -205,7 +229,20 @@ class Objective:
             valid = fit_valid(tokens.valid, positions)
             assert valid is not None  # asked above
             found.append(measure_tokens(group, valid, self.partition.tokens(positions)))
-        return tuple(found)
+        return tuple(found), tuple(loads)
+
+    def _loads(
+        self, point: Point, found: PerToken, valid: jax.Array | None, positions: tuple[int, ...], rows: tuple[str, ...]
+    ) -> Loads:
+        fitting = fit_valid(valid, positions)
+        assert fitting is not None  # asked before
+
+        def count(values: jax.Array, split: Split) -> Summary:
+            return count_experts(dataclasses.replace(found, values=values), fitting, split)
+
+        split = self.partition.tokens(positions)
+        counted = summarize_where_it_lies(count, split, found.values)
+        return Loads(counted, tuple(row.removesuffix("/{stat}") for row in rows), point.path)
 
     def matches(self, text: str, point: Point, layers: Layers) -> bool:
         """Whether a word of `Plan.include` or `Plan.exclude` means this point."""

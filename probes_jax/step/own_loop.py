@@ -169,7 +169,7 @@ class Monitor:
         s, on = self.settings, enabled()
         if s.binding is None:
             raise ValueError("Monitor.loss needs a model: Monitor.create(model=..., loss_fn=..., batch=...)")
-        return Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan and on, probes=on)
+        return Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan and on, probes=on, routes=s.routes and on)
 
     def measure(
         self, loss: Any, gradients: Any, params: Any, new_params: Any, opt_state: Any, new_opt_state: Any

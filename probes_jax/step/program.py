@@ -55,6 +55,7 @@ def _differentiate(
         settings.partition,
         scan=program == "full",
         probes=program != "off",
+        routes=settings.routes and program != "off",
     )
     key = jax.random.wrap_key_data(core.key, impl=settings.key_impl)
     return accumulate(

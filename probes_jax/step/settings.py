@@ -35,6 +35,7 @@ class Settings:
         donate: Whether the step may reuse the state's buffers.
         clip: How the chain's clip stage is asked whether it clips, or None.
         missing: Metrics that this run cannot have, and why.
+        routes: Whether the model has routers: they are looked at in every step.
     """
 
     binding: Any
@@ -50,6 +51,7 @@ class Settings:
     donate: bool
     clip: ClipProbe | None
     missing: dict[str, str]
+    routes: bool = False
     programs: dict[str, Any] = dataclasses.field(default_factory=dict)  # name -> jitted function, filled on first use
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import time
@@ -107,18 +106,13 @@ class Inspection:
     def exchanges(self, program: str) -> tuple[traffic.Collective, ...]:
         """The collectives that the plain step does not have; of one that it has with fewer arrays, those are left out.
 
+        Two arrays of one type and size that are reduced alike are not told apart: the compiler flattens some, and joins
+        some of the probes' with some of the loss's own (GPU).
+
         One inside of a loop (`looped`) is a wrong guess of how a tensor is sharded. `Plan(token_axes=, feature_axes=)`
         mends the guess, or an annotation of the tensor in the model.
         """
-        # By array: the compiler joins exchanges of several arrays, and not always the same ones.
-        plain = collections.Counter(key for found in self.programs["off"].collectives for key in found.keys)
-        out = []
-        for found in self.programs[program].collectives:
-            more = collections.Counter(found.keys) - plain
-            plain -= collections.Counter(found.keys)
-            if more:
-                out.append(dataclasses.replace(found, arrays=tuple(array for _, array, _ in more.elements())))
-        return tuple(out)
+        return traffic.more(self.programs[program].collectives, self.programs["off"].collectives)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values."""

@@ -23,6 +23,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
 from probes_jax.stats.summary import Summary
+from probes_jax.step.batch import naming_keys
 from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
 
@@ -140,6 +141,7 @@ class Objective:
             if self.observes:
                 stack.enter_context(observing(own))
                 stack.enter_context(evaluation.around(self.loss_fn))
+            stack.enter_context(naming_keys(batch))
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)

@@ -32,6 +32,7 @@ from probes_jax.stats.partial import Split
 from probes_jax.stats.per_token import FAMILIES, ROUTER, PerToken
 from probes_jax.stats.routing import count_experts, margins, read_routing
 from probes_jax.stats.summary import Summary
+from probes_jax.step.batch import naming_keys
 from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
 
@@ -162,6 +163,7 @@ class Objective:
             if self.observes:
                 stack.enter_context(observing(own))
                 stack.enter_context(evaluation.around(self.loss_fn))
+            stack.enter_context(naming_keys(batch))
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)

@@ -15,8 +15,9 @@ from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.switch import enabled
 from probes_jax.stats.manual import add_up
-from probes_jax.step.accumulate import accumulate, check_batch
+from probes_jax.step.accumulate import accumulate
 from probes_jax.step.alike import check_alike, setting_facts, shape_facts
+from probes_jax.step.batch import check_batch, check_leaves
 from probes_jax.step.create import describe
 from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.manual import check_place, check_shards, of_all_devices
@@ -91,6 +92,7 @@ class Monitor:
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
         if model is not None:
             check_loss_fn(loss_fn)
+            check_leaves(batch)
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import tracers
 
 from probes_jax.observe import linen_lift
 from probes_jax.observe.attention import watching
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
-from probes_jax.observe.hiding import hiding
 from probes_jax.observe.instead import instead_in_linen
 from probes_jax.observe.lift import carried_by
+from probes_jax.observe.linen_frames import Call, Lift, hidden_by, is_method
 from probes_jax.observe.linen_places import RECORDS, Places, of_transform, path_of, put, take
 from probes_jax.observe.named import CLASS, observing
 from probes_jax.observe.names import Path
@@ -37,42 +34,6 @@ NOT_CARRIED = (
     "a lifted transform around the module does not pass new variables out; name variables=True in nn.jit, or move the "
     "module out of it"
 )
-
-
-@dataclasses.dataclass
-class _Call:
-    """One intercepted method call that has not returned yet."""
-
-    module: nn.Module
-    scope: Any
-    method: str
-    function: Any
-    own: bool
-    observed: bool
-
-    @property
-    def path(self) -> Path:
-        return tuple(self.scope.path)
-
-
-@dataclasses.dataclass
-class _Lift:
-    """One application of a lifted transform that has not returned yet."""
-
-    name: str
-    paths: tuple[Path, ...]
-    myself: Path | None  # path of the module that lifts a function of itself
-    axis: int | None
-    mark: int  # number of visits when it was entered
-    variable: str  # what records made inside are kept in
-    hidden: str | None  # the JAX transform that its own records would have to leave
-    inner: int = 0  # transforms entered in the present trace of its body
-
-    @property
-    def stacked(self) -> list[tuple[str | None, ...]]:
-        """Where it gives each iteration parameters of its own; a last `None` stands for every child of the module."""
-        own = self.name in linen_lift.PER_LAYER and self.axis is not None
-        return [(*path, None) if path == self.myself else path for path in self.paths] if own else []
 
 
 class LinenRecorder:
@@ -100,14 +61,14 @@ class LinenRecorder:
         self._lent: set[Path] = set()  # parameters that a nested `apply` was given
         self._probes = Probes.of(measure)
         self._streams = Streams(self._take_branch)
-        self._frames: list[_Call | _Lift] = []  # innermost last; the first is the root
+        self._frames: list[Call | Lift] = []  # innermost last; the first is the root
         self._entered = 0  # transforms entered outside of any other
 
     @contextlib.contextmanager
     def recording(self, root: nn.Module) -> Iterator[None]:
         """Intercepts method calls and lifted transforms while the block runs."""
         frames = self._frames
-        self._frames = [_Call(root, root.scope, "", None, own=True, observed=False)]
+        self._frames = [Call(root, root.scope, "", None, own=True, observed=False)]
         self._entered = 0
         self._streams = Streams(self._take_branch)
         try:
@@ -153,11 +114,11 @@ class LinenRecorder:
         self._streams.returned(name, role, output, args[0] if args else None)
         return output
 
-    def _running(self) -> _Call:
+    def _running(self) -> Call:
         """The module whose method runs."""
-        return next(f for f in reversed(self._frames) if isinstance(f, _Call))
+        return next(f for f in reversed(self._frames) if isinstance(f, Call))
 
-    def _with_input(self, frame: _Call, args: Any) -> Any:
+    def _with_input(self, frame: Call, args: Any) -> Any:
         """The arguments, the first one observed where it is a point too."""
         cls = type(frame.module).__name__
         wanted = frame.observed and frame.method == "__call__" and takes_input(Point(frame.path, cls))
@@ -170,7 +131,7 @@ class LinenRecorder:
             return value
         return self._observe(frame, value, CLASS, "__call__", path)
 
-    def _note(self, frame: _Call) -> None:
+    def _note(self, frame: Call) -> None:
         """Which modules ran, which were called, and which of their names are parameters."""
         if not frame.own:
             self._lend(frame)
@@ -182,10 +143,10 @@ class LinenRecorder:
         if frame.observed:
             self._called.add(frame.path)
 
-    def _lend(self, frame: _Call) -> None:
+    def _lend(self, frame: Call) -> None:
         """The parameters that a nested `apply` was given are used by what runs there."""
         given = {id(leaf) for leaf in jax.tree.leaves(frame.scope.root._variables.get("params", {}))}
-        for root in {id(f.scope.root): f.scope.root for f in self._frames if isinstance(f, _Call) and f.own}.values():
+        for root in {id(f.scope.root): f.scope.root for f in self._frames if isinstance(f, Call) and f.own}.values():
             found = jax.tree_util.tree_leaves_with_path(root._variables.get("params", {}))
             self._lent |= {(*root.path, *path_of(keys)) for keys, leaf in found if id(leaf) in given}
 
@@ -200,26 +161,26 @@ class LinenRecorder:
     def _restart(self) -> None:
         """A transform that enters its body traces it anew: what an earlier trace saw does not count."""
         top = self._frames[-1]
-        if isinstance(top, _Lift) and top.name in linen_lift.CARRIED:
+        if isinstance(top, Lift) and top.name in linen_lift.CARRIED:
             del self.visits[top.mark :]
             top.inner = 0
 
-    def _frame(self, context: nn.module.InterceptorContext, scope: Any) -> _Call:
+    def _frame(self, context: nn.module.InterceptorContext, scope: Any) -> Call:
         module, method = context.module, context.method_name
         function = context.orig_method.func
         hidden = (
             (method.startswith("_") and method != "__call__")
             or method == "setup"
             or scope.flags.get("initializing", False)
-            or not _is_method(type(module), method, function)
-            or any(isinstance(f, _Call) and f.method == "setup" for f in self._frames)
+            or not is_method(type(module), method, function)
+            or any(isinstance(f, Call) and f.method == "setup" for f in self._frames)
             or self._is_super_call(module, method, function)
         )
-        return _Call(module, scope, method, function, scope.flags.get(FLAG) == self.collection, not hidden)
+        return Call(module, scope, method, function, scope.flags.get(FLAG) == self.collection, not hidden)
 
     def _is_super_call(self, module: nn.Module, method: str, function: Any) -> bool:
         top = self._frames[-1]
-        return isinstance(top, _Call) and top.module is module and top.method == method and top.function is not function
+        return isinstance(top, Call) and top.module is module and top.method == method and top.function is not function
 
     def _take_branch(self, name: str, stream: jax.Array, branch: jax.Array) -> None:
         """A residual sum in the module whose method runs."""
@@ -240,18 +201,18 @@ class LinenRecorder:
         if not frame.scope.flags.get("initializing", False) and self._probes.routing is not None:
             self._take_routing(frame, found, path)
 
-    def _take_routing(self, frame: _Call, found: PerToken | str, name: Path) -> None:
+    def _take_routing(self, frame: Call, found: PerToken | str, name: Path) -> None:
         if isinstance(found, PerToken):
             self._keep_tokens(frame, found, name)
         else:
             visit = Visit((*frame.path, *name), ROUTER, "__call__", {"": ()}, found)
             self.visits += [] if self._is_repeated(visit) else [visit]
 
-    def _keep_tokens(self, frame: _Call, found: PerToken, name: Path) -> None:
+    def _keep_tokens(self, frame: Call, found: PerToken, name: Path) -> None:
         shapes = {"": found.values.shape[:-1]}
         self._keep(frame, shapes, lambda: {"": found}, found.family, "__call__", name)
 
-    def _observe(self, frame: _Call, output: Any, class_name: str, method: str, name: Path = ()) -> Any:
+    def _observe(self, frame: Call, output: Any, class_name: str, method: str, name: Path = ()) -> Any:
         measure, leaves = self._probes.activation, float_leaves(output)
         if not leaves or measure is None:
             return output
@@ -263,13 +224,13 @@ class LinenRecorder:
         return output if record is None or slots is None else tapped(measure, output, record, slots)
 
     def _keep(
-        self, frame: _Call, shapes: Any, values: Callable[[], Any], class_name: str, method: str, name: Path
+        self, frame: Call, shapes: Any, values: Callable[[], Any], class_name: str, method: str, name: Path
     ) -> tuple[Record | None, Record | None]:
         """Measures, and leaves the record where it comes back from; the record and the slots of its taps, if any."""
         owner, below = self._owner(frame)
         below = (*below, *name)
         reason, place = self._reason(owner), self._variable()
-        through = tuple(f"nn.{f.name}" for f in self._frames if isinstance(f, _Lift))
+        through = tuple(f"nn.{f.name}" for f in self._frames if isinstance(f, Lift))
         visit = Visit((*owner.path, *below), class_name, method, shapes, reason, place, through=through)
         if reason:
             if not self._is_repeated(visit):
@@ -290,26 +251,26 @@ class LinenRecorder:
         lift = self._innermost()
         return lift.variable if lift else RECORDS
 
-    def _innermost(self) -> _Lift | None:
-        carried = (f for f in reversed(self._frames) if isinstance(f, _Lift) and f.name in linen_lift.CARRIED)
+    def _innermost(self) -> Lift | None:
+        carried = (f for f in reversed(self._frames) if isinstance(f, Lift) and f.name in linen_lift.CARRIED)
         return next(carried, None)
 
-    def _owner(self, frame: _Call) -> tuple[_Call, Path]:
+    def _owner(self, frame: Call) -> tuple[Call, Path]:
         """The call whose module holds the record: the call itself, or the one that called a nested `apply`."""
         if frame.own:
             return frame, ()
         outermost = frame
-        for call in reversed([f for f in self._frames if isinstance(f, _Call)]):
+        for call in reversed([f for f in self._frames if isinstance(f, Call)]):
             if call.own:
                 break
             outermost = call
         root = outermost.module
         return call, (root.name or type(root).__name__, *frame.path)
 
-    def _reason(self, owner: _Call) -> str | None:
+    def _reason(self, owner: Call) -> str | None:
         if self.blocked:
             return self.blocked
-        refused = [f.name for f in self._frames if isinstance(f, _Lift) and f.name in linen_lift.REFUSED]
+        refused = [f.name for f in self._frames if isinstance(f, Lift) and f.name in linen_lift.REFUSED]
         if refused:
             name = f"nn.{refused[-1]}"
             return REFUSED.format(name, instead_in_linen(name))
@@ -319,7 +280,7 @@ class LinenRecorder:
 
     def _is_repeated(self, visit: Visit) -> bool:
         """Whether a transform traces the same call again; only its first trace is listed."""
-        lifts = [f for f in self._frames if isinstance(f, _Lift)]
+        lifts = [f for f in self._frames if isinstance(f, Lift)]
         return bool(lifts) and visit in self.visits[lifts[0].mark :]
 
     # ---- lifted transforms
@@ -328,17 +289,17 @@ class LinenRecorder:
         return bool(scopes) and all(scope.flags.get(FLAG) == self.collection for scope in scopes)
 
     def hidden(self, scopes: list[Any]) -> str | None:
-        around = (f.hidden for f in self._frames if isinstance(f, _Lift))
-        return next(filter(None, (*around, *map(_hidden, scopes))), None)
+        around = (f.hidden for f in self._frames if isinstance(f, Lift))
+        return next(filter(None, (*around, *map(hidden_by, scopes))), None)
 
     @contextlib.contextmanager
     def lifted(self, name: str, scopes: list[Any], axis: int | None) -> Iterator[None]:
         self._restart()
         paths = tuple(tuple(scope.path) for scope in scopes)
-        caller = next((f.path for f in reversed(self._frames) if isinstance(f, _Call)), None)
+        caller = next((f.path for f in reversed(self._frames) if isinstance(f, Call)), None)
         hidden = self.hidden(scopes)
         myself = caller if caller in paths else None
-        frame = _Lift(name, paths, myself, axis, len(self.visits), self._enter(name), hidden)
+        frame = Lift(name, paths, myself, axis, len(self.visits), self._enter(name), hidden)
         roots = list({id(scope.root): scope.root for scope in scopes}.values())
         roots = roots if name in linen_lift.CARRIED else []
         before = [take(root._variables.get(self.collection, {})) for root in roots]
@@ -355,7 +316,7 @@ class LinenRecorder:
         for root, earlier in zip(roots, before):
             self._merge(root, earlier, frame)
         for where in frame.stacked:
-            nested = [f for f in (*self._frames, frame) if isinstance(f, _Lift) and where in f.stacked]
+            nested = [f for f in (*self._frames, frame) if isinstance(f, Lift) and where in f.stacked]
             axes = tuple(f.axis for f in nested if f.axis is not None)
             self.stacks[where] = max(self.stacks.get(where, ()), axes, key=len)
 
@@ -370,7 +331,7 @@ class LinenRecorder:
         outer.inner += 1
         return f"{outer.variable}.{outer.inner}"
 
-    def _merge(self, root: Any, earlier: Places, frame: _Lift) -> None:
+    def _merge(self, root: Any, earlier: Places, frame: Lift) -> None:
         """Puts the records of one transform behind those that were there before it."""
         later = take(root._variables.get(self.collection, {}))
         together = {
@@ -383,7 +344,7 @@ class LinenRecorder:
         if together:
             put(root._mutable_collection(self.collection), together)
 
-    def _after(self, frame: _Lift, path: Path, record: Record) -> Record:
+    def _after(self, frame: Lift, path: Path, record: Record) -> Record:
         if frame.name not in linen_lift.PER_LAYER:
             return record
         if frame.axis is None:  # the same parameters in every iteration: time steps, or examples
@@ -391,15 +352,3 @@ class LinenRecorder:
         path = (*path, *record.below)
         lifted = max((p for p in frame.paths if path[: len(p)] == p), key=len, default=path)
         return record.stacked(len(lifted) + (lifted == frame.myself and len(path) > len(lifted)))
-
-
-def _hidden(scope: Any) -> str | None:
-    """The JAX transform that runs between the scope's variables, which its root holds, and now; None without one."""
-    return None if scope.root.trace_level == tracers.current_trace() else hiding(scope.root.trace_level)
-
-
-def _is_method(cls: type, name: str, function: Any) -> bool:
-    """Whether `function` is a method of `cls`, and not a function that a transform runs in its place."""
-    found = [base.__dict__[name] for base in cls.__mro__ if name in base.__dict__]
-    target = inspect.unwrap(function)
-    return any(inspect.unwrap(method) is target for method in found if not isinstance(method, staticmethod))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
+import flax.linen as nn
+import jax
+import numpy as np
 import optax
 
 import probes_jax as pj
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.readings import decoder_of
+from probes_jax.step.program import step_program
 from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.test_experts import Moe
 
 HOST_MADE = ("sys/",)
 
@@ -39,7 +46,24 @@ def reported_names() -> set[str]:
         state, report = pj.monitored_train_step(state, make_batch())
         names |= set(decoder_of(report.layout).names)
     _, report = pj.monitored_train_step(make_state(tx=groups), make_batch())
-    return names | set(decoder_of(report.layout).names)
+    return (
+        names | set(decoder_of(report.layout).names) | names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2))
+    )
+
+
+class WithExperts(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(16, 8)(tokens)
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        return Moe(name="moe")(x)
+
+
+def names_of_full(model, plan) -> set[str]:
+    """All names of the full program, without compiling it."""
+    state = make_state(model=model, plan=plan, loss_fn=lambda model, batch, rngs: model(batch["tokens"]).mean())
+    run = functools.partial(step_program, state.settings, "full", np.int32(0))
+    return set(decoder_of(jax.eval_shape(run, state.core, make_batch())[1].layout).names)
 
 
 def test_every_reported_name_is_registered_and_every_entry_is_reported():

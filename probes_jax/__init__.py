@@ -41,6 +41,7 @@ _HOMES = {
     "Rngs": "probes_jax.observe.rngs",
     "TrainState": "probes_jax.step.state",
     "chain": "probes_jax.observe.chain",
+    "find_divergence": "probes_jax.step.divergence",
     "inspect": "probes_jax.cost.inspection",
     "monitored_train_step": "probes_jax.step.train",
     "observe": "probes_jax.observe",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from probes_jax.spec.plan import Guard as Guard
     from probes_jax.spec.plan import Plan as Plan
     from probes_jax.spec.readings import Readings as Readings
+    from probes_jax.step.divergence import find_divergence as find_divergence
     from probes_jax.step.loss import Loss as Loss
     from probes_jax.step.loss_scale import LossScale as LossScale
     from probes_jax.step.own_loop import Monitor as Monitor

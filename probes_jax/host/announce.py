@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from probes_jax.host.health import log
-from probes_jax.spec.coverage import missing_lines
+from probes_jax.spec.coverage import ONE_DEVICE, missing_lines
 from probes_jax.spec.plan import Plan
 
 
@@ -23,7 +23,7 @@ def announce(report: Any, plan: Plan | None) -> None:
             "its tables use; give both the same: Recorder(folder, plan), TrainState.create(plan=plan)"
         )
     coverage = getattr(report, "coverage", None)
-    missing = getattr(coverage, "missing", ())
+    missing = [item for item in getattr(coverage, "missing", ()) if item[1] != ONE_DEVICE]
     scans = report.layout.program == "full" and (getattr(coverage, "seen", ()) or "act" in dict(missing))
     if missing and scans:  # the light program misses the same
         log.warning("not measured in this run:\n%s", "\n".join(missing_lines(missing)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from probes_jax.diagnose.walk import format_times, times_median
-from probes_jax.present.first_screen import GUARD, Signal, format_value
+from probes_jax.present.first_screen import COPIES, GUARD, Signal, format_value
 from probes_jax.present.state import ALARMS, DETECTORS, History, State, states, where
 from probes_jax.present.trouble import APART, Unusual, measured, numbers, rises, split
 from probes_jax.present.walk import find_walk
@@ -36,7 +36,7 @@ def find_movements(run: History, plan: Plan, signals: Sequence[Signal]) -> list[
         signals: The first screen: each that is in alert has a line.
     """
     found = [*_counts(run), *_accepted(run), *_stopped(run), *_nonfinite(run), *_walks(run, plan)]
-    found += [*_co_spikes(run), *_spikes(run, plan)]
+    found += [*_copies(run), *_co_spikes(run), *_spikes(run, plan)]
     told = {*ALARMS, *(name for item in found for name in item.signals)}
     found += _alerts(run, plan, [s.name for s in signals if s.state is State.ALERT and s.name not in told])
     return [*_first_to_move(run, found), *sorted(found, key=lambda item: item.steps[0])]
@@ -84,6 +84,14 @@ def _walks(run: History, plan: Plan) -> Iterator[Unusual]:
     if found is not None:
         for line in found.lines():
             yield Unusual(line, (found.step,))
+
+
+def _copies(run: History) -> Iterator[Unusual]:
+    steps, values = measured(run, COPIES)
+    if (values > 0).any():
+        first = int(steps[values > 0][0])
+        detail = f"first in {where(run, COPIES, first)}; pj.find_divergence(state) names the devices"
+        yield Unusual("copies of a tensor differ from device to device", numbers(steps[values > 0]), detail, (COPIES,))
 
 
 def _co_spikes(run: History) -> Iterator[Unusual]:

@@ -56,7 +56,8 @@ class History(Protocol):
     def coverage(self) -> list[dict[str, Any]]: ...
 
 
-ALARMS = ("alert/co_spike", "alert/guard/stopped", "alert/nonfinite_accepted")  # on: anything but zero
+# On: anything but zero.
+ALARMS = ("alert/co_spike", "alert/guard/stopped", "alert/nonfinite_accepted", "replica/divergent_tensors")
 TROUBLES = ("alert/co_spike/count",)  # counts of what is over; not zero: watch
 LEVELS = ("grad/clip_rate",)  # moves in steps of 1/W: a spike score says nothing about it
 DETECTORS = {"loss/mean": "loss", "grad/norm": "grad", "update/norm": "update"}

@@ -16,6 +16,7 @@ _LAYER = "[*]"  # stands for a layer number in the name of a point of a scanned 
 _MOST = 8  # lines of what is missing, where it is printed
 _SHOWN = 3  # names on such a line
 HEADINGS = ("point", "layers", "role", "class", "shape", "out of", "measured")
+ONE_DEVICE = "everything is on one device: nothing has a copy to differ from"  # nothing to mend
 LIGHT_ONLY = (
     "activations are observed by the full program only, every Plan.scan_every steps (never with PROBES_JAX=off)"
 )

@@ -1,4 +1,4 @@
-"""Metrics made of other finalized metrics: the worst of many (and which), shares, ratios.
+"""Metrics made of other finalized metrics: the worst of many (and which), how many of them, shares, ratios.
 
 The rules are found once per layout from the names alone, then applied to every report as a few array operations.
 """
@@ -25,6 +25,8 @@ _WORST = (
     ("residual/ratio", re.compile(r"residual/.+/ratio/mean")),
     ("update/worst_ratio", re.compile(r"update/.+/ratio")),
 )
+# (reported name, yes-or-no metrics of which it counts those that say yes)
+_COUNTED = (("replica/divergent_tensors", re.compile(r"replica/.+/diverged")),)
 _NOT_WORST = re.compile(r".*/finite_abs_max")
 
 
@@ -38,6 +40,7 @@ class Derived:
     ratios: np.ndarray  # [n, 2]: column of the update norm, column of the parameter norm
     ratio_names: tuple[str, ...]
     worst: tuple[tuple[str, np.ndarray, tuple[str, ...]], ...]  # (name, columns, labels); ratios follow the measured
+    counted: tuple[tuple[str, np.ndarray, tuple[str, ...]], ...] = ()  # (name, columns, labels)
 
     def compute(self, values: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
         """Values `[len(names)]`, presence, and the label behind each worst-of metric."""
@@ -60,6 +63,12 @@ class Derived:
             seen.append(np.array([there.any()]))
             if there.any():
                 which[name] = labels[best]
+        for name, columns, labels in self.counted:
+            yes = present[columns] & (values[columns] != 0)
+            out.append(np.array([yes.sum()], np.float64))
+            seen.append(np.array([present[columns].any()]))
+            if yes.any():
+                which[name] = labels[int(np.argmax(yes))]
         return np.concatenate(out), np.concatenate(seen), which
 
     def sources(self, name: str) -> set[int]:
@@ -70,6 +79,9 @@ class Derived:
             if worst == name:
                 measured = columns < self.measured
                 return {*columns[measured].tolist(), *self.ratios[columns[~measured] - self.measured].ravel().tolist()}
+        for counted, columns, _ in self.counted:
+            if counted == name:
+                return set(columns.tolist())
         return set(self.shares.tolist())  # a share is one of the whole
 
 
@@ -96,11 +108,17 @@ def derive(names: tuple[str, ...]) -> Derived:
         if found:
             labels = tuple(pool[i] if target == "loss/worst_shard" else _strip(pool[i]) for i in found)
             worst.append((target, np.array(found), labels))
+    counted = []
+    for target, pattern in _COUNTED:
+        found = [i for i, name in enumerate(names) if pattern.fullmatch(name)]
+        if found:
+            counted.append((target, np.array(found), tuple(_strip(names[i]) for i in found)))
     return Derived(
-        names=shares + tuple(ratio_names) + tuple(name for name, _, _ in worst),
+        names=shares + tuple(ratio_names) + tuple(name for name, _, _ in (*worst, *counted)),
         measured=len(names),
         shares=np.array([column[name] for name in layers], dtype=np.intp),
         ratios=np.array(pairs, dtype=np.intp).reshape(-1, 2),
         ratio_names=tuple(ratio_names),
         worst=tuple(worst),
+        counted=tuple(counted),
     )

@@ -46,6 +46,7 @@ FAMILIES = (
     "residual",
     "router",
     "attention",
+    "replica",
 )  # what a plan can do without
 
 
@@ -75,7 +76,8 @@ class Plan:
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
             update ratios), `logits`, `residual` (what each branch does to the residual stream), `router` (balance of
-            experts), `attention` (largest logit and entropy).
+            experts), `attention` (largest logit and entropy), `replica` (whether the copies of a tensor on several
+            devices are the same).
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A

@@ -192,6 +192,11 @@ def _tally(leaves: Mapping[str, np.ndarray]) -> Columns:
     return {"": (count, np.ones(count.shape, bool))}
 
 
+def _copies(leaves: Mapping[str, np.ndarray]) -> Columns:
+    balance = decode_count(leaves["balance"]) % 2.0**32
+    return {"diverged": ((balance != 0).astype(np.float64), np.asarray(leaves["parts"]) > 0)}
+
+
 def _extreme(leaves: Mapping[str, np.ndarray]) -> Columns:
     finite = _wide(leaves["abs_max"])
     nan, inf = decode_count(leaves["nan"]), decode_count(leaves["inf"])
@@ -270,6 +275,8 @@ KINDS: dict[str, SummaryKind] = {
         _kind("spread", (_sum("total", 1), _sum("weight"), _max("max")), _spread),
         # Their quantiles.
         _kind("sketch", (Leaf("buckets", Reduce.SUM, sketch.SIZE),), _sketch),
+        # Whether the copies of a tensor differ: their weighted checksums do not add up to 0 mod 2^32 (`step.replica`).
+        _kind("copies", (_count("balance"), _sum("parts")), _copies),
         # A float32 computed in the graph from merged leaves; may be absent.
         _kind("scalar", (Leaf("bits", Reduce.RAW),), _scalar),
         # A 64-bit counter as two 32-bit words, low word first.

@@ -35,8 +35,9 @@ def check_alike(mesh: Mesh | None, facts: Facts) -> None:
     Raises:
         ValueError: A fact differs; the message says on which process, and what it is there.
     """
-    if mesh is None or jax.process_count() == 1 or not _spans_processes(mesh):
+    if not spans_processes(mesh):
         return
+    assert mesh is not None
     text = json.dumps(dict(facts), sort_keys=True).encode()
     words = np.frombuffer(hashlib.sha256(text).digest()[: 4 * (_WORDS - 1)], np.uint32)
     fingerprints = _gather(mesh, np.append(words, np.uint32(len(text))))
@@ -98,7 +99,10 @@ def shape_facts(what: str, tree: Any) -> dict[str, str]:
     }
 
 
-def _spans_processes(mesh: Mesh) -> bool:
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether the devices of a mesh are here, and are those of several processes."""
+    if mesh is None or jax.process_count() == 1:
+        return False
     devices = mesh.devices.flat
     return len({device.process_index for device in devices}) > 1 and set(devices) <= set(jax.devices())
 
@@ -111,10 +115,16 @@ def _spread(line: Mesh) -> Any:
 
 def _gather(mesh: Mesh, row: np.ndarray) -> dict[int, np.ndarray]:
     """The row `[n]` of every process of a mesh, by its index."""
+    mine = {device: row for device in mesh.devices.flat if device.process_index == jax.process_index()}
+    return {device.process_index: row for device, row in gather_rows(mesh, mine).items()}
+
+
+def gather_rows(mesh: Mesh, mine: Mapping[Any, np.ndarray]) -> dict[Any, np.ndarray]:
+    """The row uint32 `[n]` of every device of a mesh; every process gives those of its own devices."""
     devices = mesh.devices.reshape(-1)
     line = Mesh(devices, ("device",))
-    mine = [jax.device_put(row[None], d) for d in devices if d.process_index == jax.process_index()]
+    here = [jax.device_put(mine[device][None], device) for device in devices if device in mine]
     rows = NamedSharding(line, PartitionSpec("device"))
-    stacked = jax.make_array_from_single_device_arrays((devices.size, row.size), rows, mine)
+    stacked = jax.make_array_from_single_device_arrays((devices.size, here[0].shape[1]), rows, here)
     found = np.asarray(_spread(line)(stacked).addressable_data(0))
-    return {device.process_index: row for device, row in zip(devices, found)}
+    return dict(zip(devices, found, strict=True))

@@ -25,6 +25,7 @@ from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
 from probes_jax.step.objective import LEFT_OUT, Notes, Objective
 from probes_jax.step.partition import Partition
+from probes_jax.step.replica import shardings_of, why_not
 from probes_jax.step.select import Wrt, flatten, join, split_trained, unflatten
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
@@ -218,6 +219,7 @@ def describe(
     rate, no_rate = find_learning_rate(core.opt_state)
     missing = {} if clip else {"grad/clip_rate": no_clip}
     missing |= {} if rate else {"opt/learning_rate": no_rate}
+    missing |= why_not(core, partition.mesh, partition.manual)
     missing |= dict.fromkeys(plan.without, LEFT_OUT) | idle
     return Settings(
         binding=binding,
@@ -230,6 +232,7 @@ def describe(
         key_impl=str(jax.random.key_impl(key)),
         infos=infos,
         shardings=None if partition.mesh is None else jax.tree.map(lambda x: x.sharding, core),
+        lies=shardings_of(core),
         donate=donate,
         clip=clip,
         missing=missing,

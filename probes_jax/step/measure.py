@@ -25,6 +25,7 @@ from probes_jax.step.monitor import MonitorState
 from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Counters, Scalars, pack_report
 from probes_jax.step.reduce import Reduced, reduce_measured
+from probes_jax.step.replica import measure_copies
 from probes_jax.step.report import Report
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
@@ -120,6 +121,8 @@ def finish(
     items = items + measure_norms(
         "update", subtract(new, old), settings.infos, layers=layers and "update" not in without
     )
+    if layers and mesh is not None and not settings.partition.manual and "replica" not in without:
+        items = items + measure_copies(before, settings.lies, mesh)
     reduced = reduce_measured(items, program, mesh)
     values = read_values(reduced)
     if guard is None:

@@ -32,6 +32,7 @@ class Settings:
         key_impl: Name of the key implementation behind `TrainState.key`.
         infos: What is known of each trained parameter.
         shardings: Sharding of every leaf of the state, or None on one device.
+        lies: Sharding of each parameter and each tensor of the optimizer state, by name.
         donate: Whether the step may reuse the state's buffers.
         clip: How the chain's clip stage is asked whether it clips, or None.
         missing: Metrics that this run cannot have, and why.
@@ -48,6 +49,7 @@ class Settings:
     key_impl: str
     infos: dict[Path, ParameterInfo]
     shardings: Any
+    lies: dict[str, Any]
     donate: bool
     clip: ClipProbe | None
     missing: dict[str, str]

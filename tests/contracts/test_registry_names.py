@@ -13,8 +13,9 @@ import probes_jax as pj
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.readings import decoder_of
 from probes_jax.step.program import step_program
-from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.small import GROUPS, Model, make_batch, make_state
 from tests.step.test_experts import Moe
+from tests.step.test_mesh import mesh_of, replicated, shard
 
 HOST_MADE = ("sys/",)
 
@@ -46,9 +47,10 @@ def reported_names() -> set[str]:
         state, report = pj.monitored_train_step(state, make_batch())
         names |= set(decoder_of(report.layout).names)
     _, report = pj.monitored_train_step(make_state(tx=groups), make_batch())
-    return (
-        names | set(decoder_of(report.layout).names) | names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2))
-    )
+    names |= set(decoder_of(report.layout).names)
+    batch = shard(make_batch(), mesh_of(data=2), "data")
+    names |= names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2), make_batch())
+    return names | names_of_full(Model(), pj.Plan(), batch, shardings=replicated)
 
 
 class WithExperts(nn.Module):
@@ -59,11 +61,15 @@ class WithExperts(nn.Module):
         return Moe(name="moe")(x)
 
 
-def names_of_full(model, plan) -> set[str]:
+def names_of_full(model, plan, batch, **kwargs) -> set[str]:
     """All names of the full program, without compiling it."""
-    state = make_state(model=model, plan=plan, loss_fn=lambda model, batch, rngs: model(batch["tokens"]).mean())
+
+    def loss_fn(model, batch, rngs):
+        return model(batch["tokens"]).mean()
+
+    state = make_state(model=model, plan=plan, loss_fn=loss_fn, batch=batch, **kwargs)
     run = functools.partial(step_program, state.settings, "full", np.int32(0))
-    return set(decoder_of(jax.eval_shape(run, state.core, make_batch())[1].layout).names)
+    return set(decoder_of(jax.eval_shape(run, state.core, batch)[1].layout).names)
 
 
 def test_every_reported_name_is_registered_and_every_entry_is_reported():

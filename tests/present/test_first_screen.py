@@ -128,6 +128,7 @@ def test_alarms_and_counts_of_troubles():
             "alert/co_spike/count": [0.0, 0.0, 1.0, 1.0],
             "alert/guard/stopped": [0.0, 0.0, 0.0, 1.0],
             "alert/nonfinite_accepted": [0.0, 2.0, 2.0, 2.0],
+            "replica/divergent_tensors": [0.0, 0.0, 1.0, 1.0],
         }
     )
     found = {signal.name: (signal.state, signal.since) for signal in first_screen(run)}
@@ -135,6 +136,7 @@ def test_alarms_and_counts_of_troubles():
     assert found["alert/co_spike/count"] == (State.WATCH, 2)
     assert found["alert/guard/stopped"] == (State.ALERT, 3)
     assert found["alert/nonfinite_accepted"] == (State.ALERT, 1)
+    assert found["replica/divergent_tensors"] == (State.ALERT, 2)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,15 @@ def test_an_update_that_was_not_finite_is_told_by_what_was_behind_it():
     ]
 
 
+def test_copies_that_differ_are_told_with_the_first_tensor():
+    which = {"replica/divergent_tensors": ([0, 100, 200], ["", "replica/param/a", "replica/param/a"])}
+    run = FakeRun({"replica/divergent_tensors": ([0, 100, 200], [0.0, 1.0, 3.0])}, which=which)
+    (line,) = lines(run)
+    assert line.startswith(
+        "copies of a tensor differ from device to device at steps 100, 200 (first in replica/param/a"
+    )
+
+
 def test_the_guard_s_stop_is_told_once():
     event = {"step": 5, "kind": KINDS["alert/guard/stopped"], "payload": {}}
     run = FakeRun({"alert/guard/stopped": [0.0] * 5 + [1.0, 1.0]}, events=[event])

@@ -80,3 +80,13 @@ def test_worst_shard_leaves_absent_shards_out():
     assert found == {"loss/worst_shard": -2.0}
     assert which == {"loss/worst_shard": "loss/shard[10]"}
     assert _compute({"loss/shard[0]": None}) == ({"loss/worst_shard": None}, {})
+
+
+def test_copies_that_differ_are_counted_and_the_first_is_named():
+    names = {"replica/param/a/diverged": 0.0, "replica/param/b/diverged": 1.0, "replica/opt/n/diverged": 1.0}
+    found, which = _compute(names)
+    assert (found, which) == ({"replica/divergent_tensors": 2.0}, {"replica/divergent_tensors": "replica/param/b"})
+    found, which = _compute(dict.fromkeys(names, 0.0))
+    assert (found, which) == ({"replica/divergent_tensors": 0.0}, {})
+    assert _compute(dict.fromkeys(names)) == ({"replica/divergent_tensors": None}, {})
+    assert derive(("grad/a/norm", *names)).sources("replica/divergent_tensors") == {1, 2, 3}

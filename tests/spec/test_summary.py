@@ -78,6 +78,13 @@ def test_a_tally_of_zero_is_a_measurement():
     assert _values("tally", count=limbs(2**33 + 1)) == {"": 2.0**33 + 1}
 
 
+def test_copies_are_the_same_where_their_words_add_up_to_nothing():
+    balanced = limbs(2**32, 5, 0, 3 * 2**32)
+    columns = KINDS["copies"].finalize({"balance": balanced, "parts": np.float32([8, 8, 0, 8])})
+    np.testing.assert_array_equal(columns["diverged"][0], [0.0, 1.0, 0.0, 0.0])
+    np.testing.assert_array_equal(columns["diverged"][1], [True, True, False, True])
+
+
 def test_extreme():
     nothing = {"nan": limbs(0), "inf": limbs(0), "abs_max": np.float32([-np.inf])}
     assert set(_values("extreme", **nothing).values()) == {None}

@@ -1,6 +1,6 @@
 """All metrics, one module a family. Docs, `probes metrics`, writer metadata and dashboards come from here."""
 
-from probes_jax.spec.catalog import attention, gradient, loss, optimizer, residual, router, system, tensor
+from probes_jax.spec.catalog import attention, gradient, loss, optimizer, replica, residual, router, system, tensor
 from probes_jax.spec.registry import Registry
 
 REGISTRY = Registry(
@@ -12,6 +12,7 @@ REGISTRY = Registry(
         *router.METRICS,
         *attention.METRICS,
         *optimizer.METRICS,
+        *replica.METRICS,
         *system.METRICS,
     ]
 )

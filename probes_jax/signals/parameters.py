@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from probes_jax.signals.measured import Measured, measured
+from probes_jax.spec.summary import LOSSES
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.manual import differing
 from probes_jax.stats.moments import summarize_magnitude, summarize_norm
 from probes_jax.stats.partial import WHOLE, Split, cut
+from probes_jax.stats.precision import summarize_magnitude_precisely
 from probes_jax.stats.summary import Summary
 from probes_jax.stats.types import stated
 
@@ -94,18 +96,21 @@ def _rows(summarize: Summarize, tensors: Tensors, infos: Infos) -> tuple[dict[An
     rows = {key: _by_layer(summarize, tensors[key], info) for key, info in infos.items()}
     found: dict[Role, list[Summary]] = {}
     for key, info in infos.items():
-        total = rows[key]
+        total = rows[key].narrowed(rows[key].kind.removeprefix("precise_"))
         while total.stack_shape():
             total = total.collapse(0)
         found.setdefault(info.role, []).append(total.carried())
     return rows, found
 
 
-def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool) -> list[Measured]:
-    """Entries of the gradients: totals, zero fractions by role, frozen apart, and with `layers` each layer's own."""
+def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool, precision: bool = False) -> list[Measured]:
+    """Entries of the gradients: totals, zero fractions by role, frozen apart, and with `layers` each layer's own.
+
+    With `precision` each layer's own also says what narrower formats would lose.
+    """
     rows = {}
     if layers:
-        rows, totals = _rows(summarize_magnitude, gradients, infos)
+        rows, totals = _rows(summarize_magnitude_precisely if precision else summarize_magnitude, gradients, infos)
     else:
         totals = _totals(summarize_magnitude, gradients, infos)
     frozen = totals.pop("frozen", [])
@@ -118,7 +123,8 @@ def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool) -> list
         out.append(measured("grad_frozen/{stat}", *frozen, stats=("norm",)))
     for key, row in rows.items():
         if not infos[key].frozen:
-            out.append(measured(tuple(f"grad/{name}/{{stat}}" for name in infos[key].names), row, stats=GRADIENT_STATS))
+            stats = (*GRADIENT_STATS, *(LOSSES if precision else ()))
+            out.append(measured(tuple(f"grad/{name}/{{stat}}" for name in infos[key].names), row, stats=stats))
     return out
 
 

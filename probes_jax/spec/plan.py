@@ -65,6 +65,8 @@ class Plan:
         clip_window: Steps over which the clip rate is taken.
         guard: Skips bad updates; None never skips.
         skip_empty: Leave the state untouched by a batch without a valid token.
+        precision: Measure, in steps that scan, what each activation, its gradient and each parameter's gradient would
+            lose in bfloat16 and in both 8-bit formats, and their kurtosis.
         embeddings: Regular expression on the parameter path; zero fractions of these gradients are reported apart.
         backward: Measure the gradients of the observed activations, too, where the activations are measured.
         include: Which activations are observed: regular expressions on the point name, or `role:` and a role
@@ -98,6 +100,7 @@ class Plan:
     clip_window: int = 128
     guard: Guard | None = None
     skip_empty: bool = False
+    precision: bool = False
     embeddings: str = r"(?i)embed|(^|/)wte|(^|/)wpe"
     backward: bool = True
     include: tuple[str, ...] = ()
@@ -127,6 +130,7 @@ class Plan:
         for name in ("deviation_floor", "theta"):
             self._set(name, check.number(f"Plan {name}", getattr(self, name)))
         check.flag("Plan skip_empty", self.skip_empty)
+        check.flag("Plan precision", self.precision)
         check.flag("Plan backward", self.backward)
         check.pattern("Plan embeddings", self.embeddings)
         self._set("roles", check.roles("Plan roles", self.roles))

@@ -177,6 +177,15 @@ def _moments(leaves: Mapping[str, np.ndarray]) -> Columns:
     return columns
 
 
+FORMATS = ("bf16", "e4m3", "e5m2")  # e4m3 is e4m3fn: without infinity
+LOSSES = tuple(f"{end}/{name}" for name in FORMATS for end in ("underflow", "overflow"))
+
+
+def _losses(leaves: Mapping[str, np.ndarray]) -> Columns:
+    count = decode_count(leaves["count"])
+    return {name: (_divide(decode_count(leaves[name]), count), count > 0) for name in LOSSES}
+
+
 def _norm(leaves: Mapping[str, np.ndarray]) -> Columns:
     seen = np.asarray(leaves["parts"]) > 0
     return {"norm": (np.sqrt(_wide(leaves["sum_sq"])), seen)}
@@ -245,24 +254,25 @@ def _kind(name: str, leaves: tuple[Leaf, ...], finalize: Callable[[Mapping[str, 
 
 
 _COUNTS = (_count("count"), _count("zeros"), _count("nan"), _count("inf"))
+_LOST = tuple(_count(name) for name in LOSSES)
+_MOMENTS = (
+    *(_sum(n, 1) for n in ("mean_hi", "mean_lo")),
+    *(_sum(n, 2) for n in ("sq_hi", "sq_lo", "m2")),
+    _sum("sum_abs", 1),
+    *(_max(n) for n in ("max", "neg_min", "abs_max")),
+)
+_MAGNITUDE = (_sum("sum_sq", 2), _sum("sum_abs", 1), _max("abs_max"))
 
 KINDS: dict[str, SummaryKind] = {
     kind.name: kind
     for kind in (
         # Everything in the Tensors section of an activation, from one pass.
-        _kind(
-            "moments",
-            (
-                *_COUNTS,
-                *(_sum(n, 1) for n in ("mean_hi", "mean_lo")),
-                *(_sum(n, 2) for n in ("sq_hi", "sq_lo", "m2")),
-                _sum("sum_abs", 1),
-                *(_max(n) for n in ("max", "neg_min", "abs_max")),
-            ),
-            _moments,
-        ),
+        _kind("moments", (*_COUNTS, *_MOMENTS), _moments),
         # Size of a gradient: norm, mean and maximum of |g|, zeros, non-finite elements.
-        _kind("magnitude", (*_COUNTS, _sum("sum_sq", 2), _sum("sum_abs", 1), _max("abs_max")), _magnitude),
+        _kind("magnitude", (*_COUNTS, *_MAGNITUDE), _magnitude),
+        # Both with what narrower formats would lose; the kurtosis has parts of its own (`stats.shape`).
+        _kind("precise_moments", (*_COUNTS, *_LOST, *_MOMENTS), lambda x: _moments(x) | _losses(x)),
+        _kind("precise_magnitude", (*_COUNTS, *_LOST, *_MAGNITUDE), lambda x: _magnitude(x) | _losses(x)),
         # A norm only.
         _kind("norm", (_sum("parts"), _sum("sum_sq", 2)), _norm),
         # A weighted mean: reduced numerator over reduced denominator; absent without weight.

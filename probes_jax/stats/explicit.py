@@ -63,4 +63,5 @@ def row_specs(summary: Summary, axes: tuple[str, ...] | None = None) -> Summary:
     """Where the rows of a summary lie, in the structure of the summary; only as far as these mesh axes tell."""
     lies = (axis if axes is None or axis in axes else None for axis in summary.axes)
     spec = PartitionSpec(*(None,) * len(summary.stack_shape()), *lies)
-    return Summary(spec, None if summary.maxima is None else spec, summary.kind, summary.axes)  # pyright: ignore
+    maxima, parts = (None if x is None else spec for x in (summary.maxima, summary.parts))
+    return Summary(spec, maxima, summary.kind, summary.axes, parts)  # pyright: ignore

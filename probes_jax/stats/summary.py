@@ -1,4 +1,4 @@
-"""A summary on the device: partial rows that merge by sums and maxima."""
+"""A summary on the device: partial rows that merge by sums and maxima, and a few pair by pair."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ import numpy as np
 from probes_jax.spec.summary import KINDS, LIMBS, Reduce
 from probes_jax.stats.exact import normalize_count
 from probes_jax.stats.manual import differing, manual_axes
+from probes_jax.stats.shape import collapse_parts, merge_parts, scale_parts
 from probes_jax.stats.types import filled
 
 _MANY = 8  # summaries; fewer are merged without ado
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("sums", "maxima"), meta_fields=("kind", "axes"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("sums", "maxima", "parts"), meta_fields=("kind", "axes")
+)
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Partial rows of one kind of summary: all sum-leaves in one array, all max-leaves in another.
@@ -31,12 +34,14 @@ class Summary:
         maxima: The same for the max-leaves, or None for a kind without.
         kind: Key of `probes_jax.spec.summary.KINDS`.
         axes: For each row axis, the mesh axis that shards it. Empty on one device, or once reduced.
+        parts: float32 `[*stack, *rows, 7]`, what merges neither by sums nor by maxima (`stats.shape`); None for most.
     """
 
     sums: jax.Array
     maxima: jax.Array | None
     kind: str
     axes: tuple[str, ...] = ()
+    parts: jax.Array | None = None
 
     @classmethod
     def of(cls, leaves: Mapping[str, Any], kind: str, axes: tuple[str, ...] = ()) -> Summary:
@@ -61,8 +66,12 @@ class Summary:
         """Leading axes before the row axes."""
         return self.sums.shape[: self.sums.ndim - len(self.axes) - 1]
 
-    def _with(self, sums: jax.Array, maxima: jax.Array | None) -> Summary:
-        return Summary(sums, maxima, self.kind, self.axes)
+    def _with(self, sums: jax.Array, maxima: jax.Array | None, parts: jax.Array | None) -> Summary:
+        return Summary(sums, maxima, self.kind, self.axes, parts)
+
+    def narrowed(self, kind: str) -> Summary:
+        """The same with the leaves of another kind, all of which it has, and without parts."""
+        return self if kind == self.kind else Summary.of(self.leaves, kind, self.axes)
 
     def over(self, axes: tuple[str, ...]) -> Summary:
         """The same as this device's row of several, one for each device along these mesh axes (`shard_map`)."""
@@ -72,7 +81,7 @@ class Summary:
 
         sums = row(self.sums)
         assert sums is not None
-        return Summary(sums, row(self.maxima), self.kind, (*self.axes, *axes))
+        return Summary(sums, row(self.maxima), self.kind, (*self.axes, *axes), row(self.parts))
 
     def with_own_layers(self, sizes: tuple[tuple[str, int], ...]) -> Summary:
         """The same where a mesh shards the one stack axis: each device has a row that speaks for its own layers only.
@@ -96,7 +105,7 @@ class Summary:
         sums = spread(self.sums, 0.0)
         assert sums is not None
         axes = tuple(axis for axis, _ in sizes)
-        return Summary(sums, spread(self.maxima, -np.inf), self.kind, (*axes, *self.axes))
+        return Summary(sums, spread(self.maxima, -np.inf), self.kind, (*axes, *self.axes), spread(self.parts, 0.0))
 
     @property
     def row_count(self) -> int:
@@ -113,18 +122,20 @@ class Summary:
         """
         if (self.kind, self.axes) != (other.kind, other.axes):
             raise ValueError(f"cannot merge {self.kind} rows over {self.axes} with {other.kind} rows over {other.axes}")
-        if self.maxima is None or other.maxima is None:
-            return self._with(self.sums + other.sums, None)
-        return self._with(self.sums + other.sums, jnp.maximum(self.maxima, other.maxima))
+        maxima = None if self.maxima is None or other.maxima is None else jnp.maximum(self.maxima, other.maxima)
+        parts = None if self.parts is None or other.parts is None else merge_parts(self.parts, other.parts)
+        return self._with(self.sums + other.sums, maxima, parts)
 
     def collapse(self, axis: int = 0) -> Summary:
         """Merges along one stack axis (microbatches, layers); of no entry at all, the summary of nothing."""
         maxima = None if self.maxima is None else jnp.max(self.maxima, axis=axis, initial=-jnp.inf)
-        return self._with(jnp.sum(self.sums, axis=axis), maxima)
+        parts = None if self.parts is None else collapse_parts(self.parts, axis)
+        return self._with(jnp.sum(self.sums, axis=axis), maxima, parts)
 
     def identity(self) -> Summary:
         """The summary of nothing, of the same shape and lying the same way: merging it changes nothing."""
-        return self._with(filled(self.sums, 0.0), None if self.maxima is None else filled(self.maxima, -np.inf))
+        maxima = None if self.maxima is None else filled(self.maxima, -np.inf)
+        return self._with(filled(self.sums, 0.0), maxima, None if self.parts is None else filled(self.parts, 0.0))
 
     def scaled(self, factor: jax.Array) -> Summary:
         """The summary of the same elements times a positive number (float32, 0-d)."""
@@ -134,7 +145,8 @@ class Summary:
             return x * jnp.where(power == 0, 1.0, jnp.where(power == 1, factor, factor * factor))
 
         maxima = None if self.maxima is None else scale(self.maxima, Reduce.MAX)
-        return self._with(scale(self.sums, Reduce.SUM), maxima)
+        parts = None if self.parts is None else scale_parts(self.parts, factor)
+        return self._with(scale(self.sums, Reduce.SUM), maxima, parts)
 
     def carried(self) -> Summary:
         """The same with its counts carried, so that any number of further merges stays exact."""
@@ -143,7 +155,7 @@ class Summary:
             return self
         limbs = self.sums[..., :columns]
         exact = normalize_count(limbs.reshape(*limbs.shape[:-1], columns // LIMBS, LIMBS)).reshape(limbs.shape)
-        return self._with(jnp.concatenate([exact, self.sums[..., columns:]], axis=-1), self.maxima)
+        return self._with(jnp.concatenate([exact, self.sums[..., columns:]], axis=-1), self.maxima, self.parts)
 
 
 def merge_all(summaries: Iterable[Summary]) -> Summary:

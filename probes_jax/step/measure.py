@@ -19,6 +19,7 @@ from probes_jax.signals.measured import Measured, measured
 from probes_jax.signals.parameters import measure_gradients, measure_norms, subtract
 from probes_jax.signals.tokens import name_spread
 from probes_jax.spec.coverage import Coverage, SeenPoint
+from probes_jax.stats.shape import kurtosis
 from probes_jax.stats.sketch import sketched
 from probes_jax.step.loss_scale import update_loss_scale
 from probes_jax.step.monitor import MonitorState
@@ -52,7 +53,10 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
     items += [item for spread in part.tokens for item in name_spread(spread)]
     items += [loads.measured() for loads in part.loads]
     return items + measure_gradients(
-        flatten(gradients), settings.infos, layers=program == "full" and "grad" not in without
+        flatten(gradients),
+        settings.infos,
+        layers=program == "full" and "grad" not in without,
+        precision=settings.plan.precision,
     )
 
 
@@ -144,6 +148,7 @@ def finish(
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
     scalars |= name_quantiles(reduced) | _name_loads(settings, part, reduced, new, notes, scan=layers)
+    scalars |= name_kurtosis(reduced)
     coverage = _coverage(settings, notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)
@@ -182,6 +187,12 @@ def _name_loads(settings: Settings, part: Part, reduced: Reduced, params: Any, n
         limbs = reduced.leaf(loads.measured().entry.key, "count")
         found |= loads.read(limbs, shards, scan=scan)
     return found
+
+
+def name_kurtosis(reduced: Reduced) -> Scalars:
+    """Of every entry with central moments."""
+    entries = {entry.key: entry for entry in reduced.layout.entries}
+    return {entries[key].names("kurtosis"): kurtosis(parts) for key, parts in reduced.parts.items()}
 
 
 def _was_clipped(settings: Settings, opt_state: Any, values: Values) -> jax.Array | None:

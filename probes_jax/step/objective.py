@@ -30,6 +30,7 @@ from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
 from probes_jax.stats.partial import Split
 from probes_jax.stats.per_token import FAMILIES, ROUTER, PerToken
+from probes_jax.stats.precision import summarize_moments_precisely
 from probes_jax.stats.routing import count_experts, margins, read_routing
 from probes_jax.stats.summary import Summary
 from probes_jax.step.batch import naming_keys
@@ -268,8 +269,10 @@ class Objective:
         return {point: value for point, value in self._wanted(points, layers).items() if point.method != INPUT}
 
     def _measure(self, batch: int) -> Callable[[jax.Array], Summary]:
+        summarize = summarize_moments_precisely if self.plan.precision else summarize_moments
+
         def measure(x: jax.Array) -> Summary:
-            return summarize_where_it_lies(summarize_moments, self.partition.activation(x.shape, batch), x)
+            return summarize_where_it_lies(summarize, self.partition.activation(x.shape, batch), x)
 
         return measure
 

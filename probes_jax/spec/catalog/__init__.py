@@ -1,6 +1,17 @@
 """All metrics, one module a family. Docs, `probes metrics`, writer metadata and dashboards come from here."""
 
-from probes_jax.spec.catalog import attention, gradient, loss, optimizer, replica, residual, router, system, tensor
+from probes_jax.spec.catalog import (
+    attention,
+    gradient,
+    loss,
+    optimizer,
+    precision,
+    replica,
+    residual,
+    router,
+    system,
+    tensor,
+)
 from probes_jax.spec.registry import Registry
 
 REGISTRY = Registry(
@@ -8,6 +19,7 @@ REGISTRY = Registry(
         *loss.METRICS,
         *gradient.METRICS,
         *tensor.METRICS,
+        *precision.METRICS,
         *residual.METRICS,
         *router.METRICS,
         *attention.METRICS,

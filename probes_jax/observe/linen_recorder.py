@@ -22,7 +22,7 @@ from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.probes import Probes
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.roles import role_of, takes_input
-from probes_jax.observe.streams import Streams, not_watched
+from probes_jax.observe.streams import Streams, is_stream, not_watched
 from probes_jax.observe.tap import Measure
 from probes_jax.stats.per_token import ROUTER, PerToken
 from probes_jax.stats.summary import Summary
@@ -96,8 +96,11 @@ class LinenRecorder:
         frame = self._frame(context, scope)
         around = self._running()
         self._frames.append(frame)
+        role = role_of(Point(frame.path, type(context.module).__name__, frame.method), self._probes.roles)
         try:
             args = self._with_input(frame, args)
+            if role == "residual" and frame.observed and self._probes.entry is not None and is_stream(args):
+                self._keep_tokens(frame, self._probes.entry(args[0]), ())
             with self._streams.inside(args[0] if args else None):
                 output = call(*args, **kwargs)
         finally:
@@ -107,8 +110,7 @@ class LinenRecorder:
             return output
         cls = type(frame.module).__name__
         output = self._observe(frame, output, cls, frame.method)
-        point = Point(frame.path, cls, frame.method)
-        name, role = "/".join(frame.path[len(around.path) :]), role_of(point, self._probes.roles)
+        name = "/".join(frame.path[len(around.path) :])
         if role == "router" and self._probes.routing is not None:
             self._take_routing(frame, self._probes.routing(output), ())
         self._streams.returned(name, role, output, args[0] if args else None)

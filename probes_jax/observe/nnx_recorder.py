@@ -38,7 +38,7 @@ from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.probes import Probes
 from probes_jax.observe.record import Record, float_leaves, is_record, shapes_of, tapped
 from probes_jax.observe.roles import role_of, takes_input
-from probes_jax.observe.streams import Streams, not_watched
+from probes_jax.observe.streams import Streams, is_stream, not_watched
 from probes_jax.observe.tap import Measure
 from probes_jax.stats.per_token import ROUTER, PerToken
 from probes_jax.stats.summary import Summary
@@ -193,15 +193,18 @@ class NNXRecorder:
         if level is not None and level is not self.levels[0]:
             note_axes(self.levels, path, module)
         self._frames.append(_Frame(module, method, function, path, level, next(_numbers)))
+        role = role_of(Point(path, type(module).__name__, method), self._probes.roles)
         try:
             args = self._with_input(module, method, path, args)
+            if role == "residual" and self._probes.entry is not None and is_stream(args):
+                self._keep_tokens(module, path, self._probes.entry(args[0]), ())
             with self._streams.inside(args[0] if args else None):
                 output = run(*args, **kwargs)
         finally:
             self._frames.pop()
         leaves, cls = float_leaves(output), type(module).__name__
         output = self._observe(module, Visit(path, cls, method, shapes_of(leaves)), leaves, output)
-        name, role = "/".join(path[len(top.path) :]), role_of(Point(path, cls, method), self._probes.roles)
+        name = "/".join(path[len(top.path) :])
         if role == "router" and self._probes.routing is not None:
             self._take_routing(module, path, self._probes.routing(output), ())
         self._streams.returned(name, role, output, args[0] if args else None)

@@ -130,6 +130,11 @@ def _may_be_stream(x: Any) -> bool:
     return isinstance(x, Tracer) and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def is_stream(args: Any) -> bool:
+    """Whether the first of a module's arguments can be a residual stream."""
+    return bool(args) and _may_be_stream(args[0])
+
+
 class _Active(threading.local):
     streams: Streams | None = None
 

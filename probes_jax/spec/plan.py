@@ -84,6 +84,9 @@ class Plan:
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A
             wrong guess of either costs a small collective (`pj.inspect` shows it), never a wrong number.
+        modalities: Names of the modalities that `Loss.modality` tells apart, the text first.
+        encoder: Regular expression on the parameter path: what belongs to the encoder of another modality; its share of
+            the gradient is reported.
         top_k: Experts that a token goes to, where the model's routers return a score for each expert and nothing else.
         expert_shards: Into how many shards of neighbouring experts these are cut, where the parameters' shardings do
             not tell.
@@ -109,6 +112,8 @@ class Plan:
     roles: tuple[tuple[str, str], ...] = ()
     token_axes: tuple[str, ...] | None = None
     feature_axes: tuple[str, ...] | None = None
+    modalities: tuple[str, ...] = ()
+    encoder: str | None = None
     top_k: int | None = None
     expert_shards: int | None = None
     unit: str = "token"
@@ -116,6 +121,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in (
             "groups",
+            "modalities",
             "include",
             "exclude",
             "without",
@@ -133,6 +139,8 @@ class Plan:
         check.flag("Plan precision", self.precision)
         check.flag("Plan backward", self.backward)
         check.pattern("Plan embeddings", self.embeddings)
+        if self.encoder is not None:
+            check.pattern("Plan encoder", self.encoder)
         self._set("roles", check.roles("Plan roles", self.roles))
         for name in ("include", "exclude"):
             for text in getattr(self, name):
@@ -153,15 +161,17 @@ class Plan:
             )
 
     def _check_groups(self) -> None:
-        for name in self.groups:
-            if not re.fullmatch(r"[^/\[\]{}\s]+", name):
+        for what in ("group", "modality"):
+            names = self.groups if what == "group" else self.modalities
+            for name in names:
+                if not re.fullmatch(r"[^/\[\]{}\s]+", name):
+                    raise ValueError(
+                        f"Plan {what} {name!r}: a name may not be empty or hold '/', brackets, braces or spaces"
+                    )
+            if len(set(names)) < len(names) or (what == "group" and "other" in names):
                 raise ValueError(
-                    f"Plan group {name!r}: a name may not be empty or hold '/', brackets, braces or spaces"
+                    f"Plan names of {what} must be unique, and no group 'other' (it is kept for unknown ids): {names}"
                 )
-        if len(set(self.groups)) < len(self.groups) or "other" in self.groups:
-            raise ValueError(
-                f"Plan groups must be unique and may not be 'other' (it is kept for unknown ids): {self.groups}"
-            )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

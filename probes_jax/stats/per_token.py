@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from probes_jax.stats.types import filled
 
-RESIDUAL, ATTENTION, ROUTER = "residual", "attention", "router"
-FAMILIES = (RESIDUAL, ATTENTION, ROUTER)  # first segments of the metrics' names; no module's class has one
+RESIDUAL, ATTENTION, ROUTER, MEDIA = "residual", "attention", "router", "media"
+FAMILIES = (RESIDUAL, ATTENTION, ROUTER, MEDIA)  # first segments of the metrics' names; no module's class has one
 NOTHING = -jnp.inf  # no measurement
 
 
@@ -55,6 +55,12 @@ class PerToken:
     def identity(self) -> PerToken:
         """The same without a measurement."""
         return dataclasses.replace(self, values=filled(self.values, NOTHING))
+
+
+def mean_square(x: jax.Array) -> PerToken:
+    """Mean square of what enters a block, of each token: `[*positions, d]` to one column."""
+    square = jnp.mean(jnp.square(jax.lax.stop_gradient(x).astype(jnp.float32)), axis=-1, keepdims=True)
+    return PerToken(square, MEDIA, ("square",), x.ndim - 1)
 
 
 def is_kept(node: object) -> bool:

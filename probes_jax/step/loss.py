@@ -31,6 +31,8 @@ class Loss:
         valid: Which positions of the model hold a token, bool, where these are not those of `mask > 0`: a prompt that
             is not trained on, images before a text. In the shape that the model has them in, `[batch, positions]`.
             Metrics of residual paths, experts and attention count these.
+        modality: Integer id of the modality of each position, index of `Plan.modalities`, in the shape of `valid` (or
+            of `nll`, without it).
     """
 
     nll: jax.Array
@@ -40,6 +42,7 @@ class Loss:
     extra: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     aux: Any = None
     valid: jax.Array | None = None
+    modality: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Tokens:
     extra: dict[str, jax.Array]
     aux: Any
     valid: jax.Array | None = None
+    modality: jax.Array | None = None
 
     def __post_init__(self) -> None:
         for leaf in jax.tree.leaves(self.aux):
@@ -102,7 +106,7 @@ def _inside_transforms(loss_fn: Any) -> Any:
     return loss_fn
 
 
-def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
+def check_loss(loss: Any, groups: tuple[str, ...], modalities: tuple[str, ...] = ()) -> Tokens:
     """Checks and broadcasts what the loss function returned.
 
     Raises:
@@ -157,7 +161,19 @@ def check_loss(loss: Any, groups: tuple[str, ...]) -> Tokens:
     valid = weight > 0 if loss.valid is None else _array("valid", loss.valid)
     if valid.ndim == 0 or not (valid.dtype == bool or jnp.issubdtype(valid.dtype, jnp.integer)):
         raise ValueError(f"Loss valid must be bool [batch, positions], got {valid.dtype}{list(valid.shape)}")
-    return Tokens(nll, weight, group, logits, extra, loss.aux, valid != 0)
+    modality = None if loss.modality is None else _array("modality", loss.modality)
+    if modality is not None:
+        if not modalities:
+            raise ValueError(
+                "Loss modality is given but Plan.modalities is empty; name them, the text first: "
+                "pj.Plan(modalities=('text', 'image'))"
+            )
+        if modality.shape != valid.shape or not jnp.issubdtype(modality.dtype, jnp.integer):
+            raise ValueError(
+                f"Loss modality must be integer ids {list(valid.shape)}, in the shape of valid (or of nll without it), "
+                f"got {modality.dtype}{list(modality.shape)}"
+            )
+    return Tokens(nll, weight, group, logits, extra, loss.aux, valid != 0, modality)
 
 
 def _array(field: str, value: Any) -> jax.Array:

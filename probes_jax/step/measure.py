@@ -15,6 +15,7 @@ from probes_jax.observe.roles import role_of
 from probes_jax.signals.experts import find_expert_shards
 from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
+from probes_jax.signals.modality import SCALE, name_modalities, scale_ratios
 from probes_jax.signals.measured import Measured, measured
 from probes_jax.signals.parameters import measure_gradients, measure_norms, subtract
 from probes_jax.signals.tokens import name_spread
@@ -51,6 +52,7 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
         for point, rows in zip(names, summaries, strict=True):
             items.append(measured(point.labels(rows.stack_shape(), prefix), rows))
     items += [item for spread in part.tokens for item in name_spread(spread)]
+    items += name_modalities(part.rows, settings.plan.modalities)
     items += [loads.measured() for loads in part.loads]
     return items + measure_gradients(
         flatten(gradients),
@@ -147,6 +149,7 @@ def finish(
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
+    scalars |= _name_media(settings, part, reduced)
     scalars |= name_quantiles(reduced) | _name_loads(settings, part, reduced, new, notes, scan=layers)
     scalars |= name_kurtosis(reduced)
     coverage = _coverage(settings, notes, part)
@@ -170,6 +173,19 @@ def name_quantiles(reduced: Reduced) -> Scalars:
         for stat, value in values.items():
             names = tuple(label.removesuffix("sketch") + stat for label in entry.labels)
             found[names] = (value, buckets.sum(axis=-1) > 0)
+    return found
+
+
+def _name_media(settings: Settings, part: Part, reduced: Reduced) -> Scalars:
+    """Scale of each modality beside the text, and what the encoder has of gradient and parameters."""
+    found: Scalars = {}
+    if "scale" in part.rows:
+        names = settings.plan.modalities
+        total, weight = (reduced.leaf(SCALE.format(names[0]), leaf) for leaf in ("total", "weight"))
+        found |= scale_ratios(total, weight, names)
+    if ENCODER in {entry.key for entry in reduced.layout.entries}:
+        own, whole = (reduced.leaf(key, "sum_sq")[0] for key in (ENCODER, "grad/{stat}"))
+        found["media/encoder_gradient_share"] = (own / jnp.where(whole > 0, whole, 1.0), whole > 0)
     return found
 
 

@@ -22,6 +22,7 @@ from probes_jax.observe.roles import role_of
 from probes_jax.signals.experts import Loads
 from probes_jax.signals.logits import has_classes, measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
+from probes_jax.signals.modality import measure_scales, measure_shares
 from probes_jax.signals.tokens import Spread, fit_valid, measure_tokens
 from probes_jax.spec.plan import Plan
 from probes_jax.stats.attention import LOGIT, apart, measure_attention
@@ -29,7 +30,7 @@ from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
 from probes_jax.stats.partial import Split
-from probes_jax.stats.per_token import FAMILIES, ROUTER, PerToken
+from probes_jax.stats.per_token import FAMILIES, MEDIA, ROUTER, PerToken, mean_square
 from probes_jax.stats.precision import summarize_moments_precisely
 from probes_jax.stats.routing import count_experts, margins, read_routing
 from probes_jax.stats.summary import Summary
@@ -149,7 +150,7 @@ class Objective:
     @property
     def observes(self) -> bool:
         """Whether activations are looked at: for themselves, or for their gradients."""
-        return self.scan and (self.plan.backward or not {"act", "residual"} <= set(self.plan.without))
+        return self.scan and (self.plan.backward or not {"act", "residual", "attention"} <= set(self.plan.without))
 
     def __call__(
         self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None
@@ -165,7 +166,7 @@ class Objective:
                 stack.enter_context(observing(own))
                 stack.enter_context(evaluation.around(self.loss_fn))
             stack.enter_context(naming_keys(batch))
-            tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
+            tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups, self.plan.modalities)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
         of_tokens, loads = self._of_tokens(captured, tokens, notes)
@@ -182,6 +183,7 @@ class Objective:
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
         rows, extra = self._rows(tokens, weight, captured.outputs, notes) if self.probes else ({}, {})
+        rows |= self._of_modalities(captured, tokens, notes) if self.probes else {}
         points = self._wanted(found, notes.layers)
         names = tuple(points)
         part = Part(
@@ -205,6 +207,7 @@ class Objective:
             measure_branch if self.observes and "residual" not in without else None,
             None if "router" in without else lambda output: read_routing(output, plan.top_k),
             measure_attention if self.observes and "attention" not in without else None,
+            mean_square if self.scan and self.plan.modalities else None,
             plan.roles,
         )
 
@@ -216,6 +219,8 @@ class Objective:
         alike: dict[Any, dict[tuple[str, ...], PerToken]] = {}
         missing = {point: why for point, why in captured.missing.items() if point.class_name in FAMILIES}
         for point, each in captured.tokens.items():
+            if each.family == MEDIA:
+                continue
             positions = each.values.shape[len(each.stack_shape()) : -1]
             if fit_valid(tokens.valid, positions) is None:
                 missing[point] = UNFIT.format(positions, () if tokens.valid is None else tokens.valid.shape)
@@ -237,6 +242,29 @@ class Objective:
             sketch = names != (LOGIT,)
             found.append(measure_tokens(group, valid, self.partition.tokens(positions), sketch=sketch))
         return tuple(found), tuple(loads)
+
+    def _of_modalities(self, captured: Captured, tokens: Tokens, notes: Notes) -> dict[str, Summary]:
+        """Share of each modality, and in a scan the scale at which it enters the first block."""
+        count, modality, valid = len(self.plan.modalities), tokens.modality, tokens.valid
+        if modality is None or valid is None:
+            if count:
+                notes.missing["media"] = "loss_fn does not say which modality a token is of: pj.Loss(modality=...)"
+            return {}
+        split = self.partition.tokens(modality.shape)
+        share = functools.partial(measure_shares, count=count)
+        found = {"modality": summarize_where_it_lies(share, split, modality, valid)}
+        entry = next((each for each in captured.tokens.values() if each.family == MEDIA), None)
+        if not self.scan:
+            return found
+        if entry is None or entry.values.shape[len(entry.stack_shape()) : -1] != modality.shape:
+            notes.missing["media/scale_ratio"] = (
+                "no block of the model is given a stream of the modalities' shape "
+                f"{modality.shape}; say which modules are blocks: pj.Plan(roles=(('name', 'residual'),))"
+            )
+            return found
+        square = entry.values[(0,) * len(entry.stack_shape())][..., 0]
+        scale = functools.partial(measure_scales, count=count)
+        return found | {"scale": summarize_where_it_lies(scale, split, square, modality, valid)}
 
     def _loads(
         self, point: Point, found: PerToken, valid: jax.Array | None, positions: tuple[int, ...], rows: tuple[str, ...]

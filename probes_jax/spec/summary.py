@@ -182,6 +182,11 @@ def _norm(leaves: Mapping[str, np.ndarray]) -> Columns:
     return {"norm": (np.sqrt(_wide(leaves["sum_sq"])), seen)}
 
 
+def _fraction(leaves: Mapping[str, np.ndarray]) -> Columns:
+    part, whole = (decode_count(leaves[key]) for key in ("part", "whole"))
+    return {"": (_divide(part, whole), whole > 0)}
+
+
 def _mean(leaves: Mapping[str, np.ndarray]) -> Columns:
     weight = _wide(leaves["weight"])
     return {"": (_divide(_wide(leaves["total"]), weight), (weight > 0) | np.isnan(weight))}
@@ -260,6 +265,8 @@ KINDS: dict[str, SummaryKind] = {
         _kind("magnitude", (*_COUNTS, _sum("sum_sq", 2), _sum("sum_abs", 1), _max("abs_max")), _magnitude),
         # A norm only.
         _kind("norm", (_sum("parts"), _sum("sum_sq", 2)), _norm),
+        # A count over another; absent where that is zero.
+        _kind("fraction", (_count("part"), _count("whole")), _fraction),
         # A weighted mean: reduced numerator over reduced denominator; absent without weight.
         _kind("mean", (_sum("total", 1), _sum("weight")), _mean),
         # An exact count; zero is a measurement.

@@ -16,7 +16,7 @@ from probes_jax.signals.experts import find_expert_shards
 from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
 from probes_jax.signals.measured import Measured, measured
-from probes_jax.signals.parameters import measure_gradients, measure_norms, subtract
+from probes_jax.signals.parameters import measure_gradients, measure_norms, measure_updates, subtract
 from probes_jax.signals.tokens import name_spread
 from probes_jax.spec.coverage import Coverage, SeenPoint
 from probes_jax.stats.sketch import sketched
@@ -89,6 +89,7 @@ def finish(
     step: jax.Array,
     before: Core,
     after: Core,
+    requested: Any,
     part: Part,
     items: list[Measured],
     notes: Notes,
@@ -103,6 +104,7 @@ def finish(
         step: Number of this step.
         before: State before the update.
         after: State after it.
+        requested: The update that the optimizer asked for, of the parameters' structure; None where it is not known.
         part: What the forward pass left behind, merged over microbatches.
         items: From `measure_before`.
         notes: What tracing found out.
@@ -117,9 +119,15 @@ def finish(
     without = settings.plan.without
     if "param" not in without:
         items = items + measure_norms("param", old, settings.infos, layers=layers)
-    items = items + measure_norms(
-        "update", subtract(new, old), settings.infos, layers=layers and "update" not in without
-    )
+    applied, each = subtract(new, old), layers and "update" not in without
+    if each and requested is not None:
+        items = items + measure_updates(applied, flatten(requested), settings.infos, skip)
+    else:
+        items = items + measure_norms("update", applied, settings.infos, layers=each)
+    if each and requested is None:
+        notes.missing["update/noop_fraction"] = (
+            "what the optimizer asked for is not known; measure(..., updates=updates)"
+        )
     reduced = reduce_measured(items, program, mesh)
     values = read_values(reduced)
     if guard is None:

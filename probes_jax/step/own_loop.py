@@ -172,7 +172,15 @@ class Monitor:
         return Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan and on, probes=on, routes=s.routes and on)
 
     def measure(
-        self, loss: Any, gradients: Any, params: Any, new_params: Any, opt_state: Any, new_opt_state: Any
+        self,
+        loss: Any,
+        gradients: Any,
+        params: Any,
+        new_params: Any,
+        opt_state: Any,
+        new_opt_state: Any,
+        *,
+        updates: Any = None,
     ) -> tuple[Monitor, Report]:
         """Everything that is known once the update was made, as one report.
 
@@ -186,6 +194,7 @@ class Monitor:
             new_params: Parameters after it.
             opt_state: Optimizer state before the update.
             new_opt_state: Optimizer state after it.
+            updates: What the optimizer asked for; then `update/noop_fraction` says how much of it rounding lost.
 
         Returns:
             The monitor for the next step, and the report to hand to `Recorder.record`. Under `shard_map` both are
@@ -205,7 +214,9 @@ class Monitor:
             items = measure_before(self.settings, program, part, gradients, notes)
             if part.points and not part.gradients and self.settings.plan.backward:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
-            return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)
+            return finish(
+                self.settings, program, step, before, after, updates, part, items, notes, skip=None, guard=None
+            )
 
         if part.points:
             state, report = run("full")

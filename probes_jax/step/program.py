@@ -39,8 +39,8 @@ def step_program(settings: Settings, program: str, step: jax.Array, core: Core, 
         return after, Report(jnp.zeros((0,), jnp.uint32), EMPTY, aux=part.aux)
     items = measure_before(settings, program, part, gradients, notes)
     skip, guard = decide_early(settings, program, core.monitor, items)
-    after = apply_update(settings, core, value, gradients, part.state, skip)
-    monitor, report = finish(settings, program, step, core, after, part, items, notes, skip, guard)
+    after, requested = apply_update(settings, core, value, gradients, part.state, skip)
+    monitor, report = finish(settings, program, step, core, after, requested, part, items, notes, skip, guard)
     return after._replace(monitor=monitor), report
 
 

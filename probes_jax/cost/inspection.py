@@ -210,7 +210,7 @@ def names_of(state: TrainState, batch: Any, program: str) -> list[str]:
 def parts_of(by: str | None, plan: Plan, names: list[str], points: str) -> dict[str, Plan]:
     """The plan without one part, for each part that one of these names is of."""
     if by == "family":
-        rows = {f: rf"{f}/.*{{stat}}" if f in ("param", "logits") else rf"{f}/.+/{{stat}}" for f in FAMILIES}
+        rows = {f: rf"{f}/.*{{stat}}" if f in ("param", "logits") else rf"(opt/)?{f}/.+/{{stat}}" for f in FAMILIES}
         found = [family for family, row in rows.items() if any(re.match(row, name) for name in names)]
         return {family: dataclasses.replace(plan, without=(*plan.without, family)) for family in found}
     if by == "point":

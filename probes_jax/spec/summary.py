@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from probes_jax.spec import sketch
+from probes_jax.spec import orders, sketch
 
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # stat -> (float64 values [rows], present [rows])
 
@@ -219,6 +219,17 @@ def _sketch(leaves: Mapping[str, np.ndarray]) -> Columns:
     return {name: (value, seen) for name, value in sketch.quantiles(leaves["buckets"]).items()}
 
 
+def _orders(leaves: Mapping[str, np.ndarray]) -> Columns:
+    count, zeros, nan, inf = (decode_count(leaves[key]) for key in ("count", "zeros", "nan", "inf"))
+    highest = _worst(_wide(leaves["abs_max"]), nan, inf)
+    return {"max": (highest, count > 0), "zero_fraction": (_divide(zeros, count), count > 0)}
+
+
+def _histogram(leaves: Mapping[str, np.ndarray]) -> Columns:
+    number = _wide(leaves["buckets"]).sum(axis=-1)
+    return {"": (number, number > 0)}
+
+
 ABSENT_BITS = 0x7FC0AB5E  # a quiet NaN with a payload no arithmetic produces: "no measurement", not "measured NaN"
 
 
@@ -277,6 +288,9 @@ KINDS: dict[str, SummaryKind] = {
         _kind("spread", (_sum("total", 1), _sum("weight"), _max("max")), _spread),
         # Their quantiles.
         _kind("sketch", (Leaf("buckets", Reduce.SUM, sketch.SIZE),), _sketch),
+        # Maximum and zeros of a tensor, beside the counts by exponent that its quantiles are read from in the graph.
+        _kind("orders", (*_COUNTS, _max("abs_max")), _orders),
+        _kind("histogram", (Leaf("buckets", Reduce.SUM, orders.SIZE),), _histogram),
         # A float32 computed in the graph from merged leaves; may be absent.
         _kind("scalar", (Leaf("bits", Reduce.RAW),), _scalar),
         # A 64-bit counter as two 32-bit words, low word first.

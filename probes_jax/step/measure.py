@@ -26,6 +26,7 @@ from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Counters, Scalars, pack_report
 from probes_jax.step.reduce import Reduced, reduce_measured
 from probes_jax.step.report import Report
+from probes_jax.step.second_moment import NONE, find_second_moments, measure_second_moments, name_orders
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
@@ -128,6 +129,10 @@ def finish(
         notes.missing["update/noop_fraction"] = (
             "what the optimizer asked for is not known; measure(..., updates=updates)"
         )
+    if layers and "second_moment" not in without:
+        moments = list(find_second_moments(after.opt_state, old, settings.infos))
+        items = items + measure_second_moments(moments)
+        notes.missing |= {} if moments else {"opt/second_moment": NONE}
     reduced = reduce_measured(items, program, mesh)
     values = read_values(reduced)
     if guard is None:
@@ -149,6 +154,7 @@ def finish(
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
     scalars |= name_quantiles(reduced) | _name_loads(settings, part, reduced, new, notes, scan=layers)
+    scalars |= name_orders(reduced)
     coverage = _coverage(settings, notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)

@@ -23,6 +23,32 @@ def _metric(
     return MetricSpec(name, symbol, unit, priority, cadence, definition, reduction, timing, catches, source)
 
 
+_MOMENT = "histogram of the nonzero elements by exponent and three bits of mantissa (at most 65,536 of a shard), summed"
+
+# statistic, symbol, definition, reduction, what it catches
+_SECOND_MOMENT = (
+    (
+        "spread",
+        "log10(max / p50)",
+        "decades between the median and the maximum of the second moment, within 0.027; NaN where it is not finite",
+        _MOMENT,
+        "a few directions with far larger gradients than the rest: one learning rate fits only some of them",
+    ),
+    *(
+        (f"p{share}", f"p{share} v", f"{share} % quantile of the nonzero elements, within 6.25 %", _MOMENT, catches)
+        for share, catches in (
+            (10, "elements whose step is decided by eps"),
+            (50, "the typical squared gradient that the optimizer remembers"),
+            (90, "the upper end of the ordinary elements"),
+            (99, "outliers that the maximum alone would not place"),
+        )
+    ),
+    ("max", "max v", "the largest element: NaN if any is NaN, else inf if any is", "maximum over elements and shards",
+     "one element that remembers a spike, and stands still while it does"),
+    ("zero_fraction", "#{v == 0} / n", "elements that have never had a gradient", "exact counts, then divided",
+     "dead parameters; underflow of squared gradients in the moment's dtype"),
+)  # fmt: skip
+
 METRICS = (
     _metric(
         "param/norm",
@@ -157,5 +183,20 @@ METRICS = (
         "after the step",
         "repeated overflow",
         _VITAL,
+    ),
+    *(
+        _metric(
+            f"opt/second_moment/{{path}}/{stat}",
+            symbol,
+            "1",
+            Cadence.EVERY_100,
+            definition,
+            reduction,
+            "after the update, of one parameter tensor of one layer (adafactor: of its rows and columns)",
+            catches,
+            _VITAL,
+            Priority.P2,
+        )
+        for stat, symbol, definition, reduction, catches in _SECOND_MOMENT
     ),
 )

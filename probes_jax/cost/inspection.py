@@ -22,6 +22,12 @@ from probes_jax.step.state import TrainState
 from probes_jax.step.train import compiled
 
 _MONITORED = ("light", "full")
+_ROWS = {  # the names that tell of a family, where they are not `<family>/<path>/{stat}`
+    "param": "param/.*{stat}",
+    "logits": "logits/.*{stat}",
+    "second_moment": "opt/second_moment/",
+    "noise": "grad/microbatch_norm",
+}
 ALWAYS = "always measured"  # what no plan leaves out: the loss, the totals of gradients and updates, the detectors
 
 
@@ -210,7 +216,7 @@ def names_of(state: TrainState, batch: Any, program: str) -> list[str]:
 def parts_of(by: str | None, plan: Plan, names: list[str], points: str) -> dict[str, Plan]:
     """The plan without one part, for each part that one of these names is of."""
     if by == "family":
-        rows = {f: rf"{f}/.*{{stat}}" if f in ("param", "logits") else rf"(opt/)?{f}/.+/{{stat}}" for f in FAMILIES}
+        rows = {f: _ROWS.get(f, rf"{f}/.+/{{stat}}") for f in FAMILIES}
         found = [family for family, row in rows.items() if any(re.match(row, name) for name in names)]
         return {family: dataclasses.replace(plan, without=(*plan.without, family)) for family in found}
     if by == "point":

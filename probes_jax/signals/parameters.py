@@ -127,6 +127,16 @@ def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool) -> list
     return out
 
 
+def measure_squares(gradients: Tensors, infos: Infos) -> tuple[Summary, ...]:
+    """`norm` rows of the gradients of all parameters that move together, one for each way in which they are sharded.
+
+    Each tensor by itself: how the compiler lays a gradient inside of a loop is not known, and to join them moves some.
+    """
+    moved = {key: info for key, info in infos.items() if not info.frozen}
+    rows = [summarize_where_it_lies(summarize_norm, info.split, gradients[key]) for key, info in moved.items()]
+    return measured("square", *rows).parts
+
+
 def measure_norms(family: str, tensors: Tensors, infos: Infos, *, layers: bool) -> list[Measured]:
     """Entries of the norms of `param` or `update`: the total, and with `layers` each layer's own."""
     rows = {}

@@ -46,6 +46,7 @@ FAMILIES = (  # what a plan can do without
     "residual",
     "router",
     "second_moment",
+    "noise",
 )
 
 
@@ -75,7 +76,7 @@ class Plan:
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
             update ratios), `logits`, `residual` (what each branch does to the residual stream), `router` (balance of
-            experts), `second_moment` (the spread of the optimizer's).
+            experts), `second_moment` (the spread of the optimizer's), `noise` (the gradient noise scale).
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A

@@ -22,6 +22,7 @@ from probes_jax.spec.coverage import Coverage, SeenPoint
 from probes_jax.stats.sketch import sketched
 from probes_jax.step.loss_scale import update_loss_scale
 from probes_jax.step.monitor import MonitorState
+from probes_jax.step.noise import name_noise, watch_noise
 from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Counters, Scalars, pack_report
 from probes_jax.step.reduce import Reduced, reduce_measured
@@ -51,6 +52,7 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
             items.append(measured(point.labels(rows.stack_shape(), prefix), rows))
     items += [item for spread in part.tokens for item in name_spread(spread)]
     items += [loads.measured() for loads in part.loads]
+    items += name_noise(part.noise)
     return items + measure_gradients(
         flatten(gradients), settings.infos, layers=program == "full" and "grad" not in without
     )
@@ -154,7 +156,9 @@ def finish(
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
     scalars |= name_quantiles(reduced) | _name_loads(settings, part, reduced, new, notes, scan=layers)
-    scalars |= name_orders(reduced)
+    noise, of_noise = watch_noise(monitor.noise, part.noise, reduced, values.gradient_norm)
+    monitor = monitor._replace(noise=noise)
+    scalars |= name_orders(reduced) | of_noise
     coverage = _coverage(settings, notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)

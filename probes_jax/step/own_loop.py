@@ -31,7 +31,7 @@ from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
 
 _ONE_NUMBER = "measure was given the loss as one number; Monitor.value_and_grad, of a monitor with a model, measures it"
-_NOT_OF_ONE_NUMBER = ("act", "grad_act", "logits", "loss/shard")
+_NOT_OF_ONE_NUMBER = ("act", "grad_act", "logits", "loss/shard", "grad/noise_scale")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("settings",))
@@ -158,7 +158,16 @@ class Monitor:
         check_batch(batch, microbatches)
         objective, notes = self._objective(scan), Notes()
         loss, gradients, part = accumulate(
-            objective, params, lambda params: params, state, batch, key, None, microbatches, notes
+            objective,
+            params,
+            lambda params: params,
+            state,
+            batch,
+            key,
+            None,
+            microbatches,
+            notes,
+            self.settings.infos,
         )
         partition, infos = self.settings.partition, self.settings.infos
         loss = add_up(loss, partition.apart(loss))

@@ -68,4 +68,5 @@ def _differentiate(
         None if settings.loss_scale is None else core.monitor.loss_scale.scale,
         settings.microbatches,
         notes,
+        settings.infos,
     )

@@ -86,6 +86,7 @@ class Plan:
             not tell.
         unit: What one element of `Loss.nll` is, in the singular: "token", "example", "pixel". Tables say it where
             they give units; the names of metrics stay.
+        stages: In steps that scan, measure what each named stage of `pj.chain` makes of the gradient.
     """
 
     groups: tuple[str, ...] = ()
@@ -108,6 +109,7 @@ class Plan:
     top_k: int | None = None
     expert_shards: int | None = None
     unit: str = "token"
+    stages: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -127,6 +129,7 @@ class Plan:
             self._set(name, check.number(f"Plan {name}", getattr(self, name)))
         check.flag("Plan skip_empty", self.skip_empty)
         check.flag("Plan backward", self.backward)
+        check.flag("Plan stages", self.stages)
         check.pattern("Plan embeddings", self.embeddings)
         self._set("roles", check.roles("Plan roles", self.roles))
         for name in ("include", "exclude"):

@@ -187,6 +187,16 @@ def _fraction(leaves: Mapping[str, np.ndarray]) -> Columns:
     return {"": (_divide(part, whole), whole > 0)}
 
 
+def _direction(leaves: Mapping[str, np.ndarray]) -> Columns:
+    square, raw, dot = (_wide(leaves[key]) for key in ("sum_sq", "raw_sq", "dot"))
+    nan, inf = (decode_count(leaves[key]) for key in ("nan", "inf"))
+    finite = _wide(leaves["abs_max"])
+    largest, seen = _worst(finite, nan, inf), np.asarray(leaves["parts"]) > 0
+    length = np.sqrt(square) * np.sqrt(raw)
+    cosine = np.clip(_divide(dot, length), -1.0, 1.0)
+    return {"norm": (np.sqrt(square), seen), "abs_max": (largest, seen), "cosine": (cosine, seen & (length != 0))}
+
+
 def _mean(leaves: Mapping[str, np.ndarray]) -> Columns:
     weight = _wide(leaves["weight"])
     return {"": (_divide(_wide(leaves["total"]), weight), (weight > 0) | np.isnan(weight))}
@@ -276,6 +286,17 @@ KINDS: dict[str, SummaryKind] = {
         _kind("magnitude", (*_COUNTS, _sum("sum_sq", 2), _sum("sum_abs", 1), _max("abs_max")), _magnitude),
         # A norm only.
         _kind("norm", (_sum("parts"), _sum("sum_sq", 2)), _norm),
+        # A tensor beside another one of its shape, a gradient: size, and the angle between the two.
+        _kind(
+            "direction",
+            (
+                *(_count(n) for n in ("nan", "inf")),
+                _sum("parts"),
+                *(_sum(n, 2) for n in ("sum_sq", "raw_sq", "dot")),
+                _max("abs_max"),
+            ),
+            _direction,
+        ),
         # A count over another; absent where that is zero.
         _kind("fraction", (_count("part"), _count("whole")), _fraction),
         # A weighted mean: reduced numerator over reduced denominator; absent without weight.

@@ -170,6 +170,22 @@ def summarize_update(applied: jax.Array, requested: jax.Array, split: Split = WH
 
 
 @_once_a_shape
+def summarize_direction(x: jax.Array, raw: jax.Array, split: Split = WHOLE) -> Summary:
+    """Size of `x`, and the angle between it and `raw`, of the same shape. `direction` rows."""
+    part, beside = _cut(x, split), _cut(raw, split)
+    folds = {
+        "nan": Fold(How.COUNT, lambda x, raw: jnp.isnan(x)),
+        "inf": Fold(How.COUNT, lambda x, raw: jnp.isinf(x)),
+        "sum_sq": Fold(How.SUM, lambda x, raw: jnp.square(x)),
+        "raw_sq": Fold(How.SUM, lambda x, raw: jnp.square(raw)),
+        "dot": Fold(How.SUM, lambda x, raw: x * raw),
+        "abs_max": Fold(How.MAX, lambda x, raw: jnp.where(jnp.isfinite(x), jnp.abs(x), -jnp.inf)),
+    }
+    leaves = {"parts": _constant(part, (), 1.0), **fold(part, folds, beside.array)}
+    return Summary.of(leaves, "direction", part.axes)
+
+
+@_once_a_shape
 def summarize_extreme(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Absolute maximum with NaN and inf counts. `extreme` rows."""
     part = _cut(x, split)

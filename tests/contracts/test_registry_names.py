@@ -23,7 +23,7 @@ def reported_names() -> set[str]:
     def labels(params):
         return {name: "a" if name == "head" else "b" for name in params}
 
-    plan = pj.Plan(groups=GROUPS, guard=pj.Guard())
+    plan = pj.Plan(groups=GROUPS, guard=pj.Guard(), stages=True)
     tx = pj.chain(
         ("clip", optax.clip_by_global_norm(1.0)),
         ("sgd", optax.masked(optax.set_to_zero(), lambda params: {k: k == "head" for k in params})),

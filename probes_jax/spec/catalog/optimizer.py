@@ -49,6 +49,16 @@ _SECOND_MOMENT = (
      "dead parameters; underflow of squared gradients in the moment's dtype"),
 )  # fmt: skip
 
+# statistic, symbol, definition, reduction, what it catches
+_STAGE = (
+    ("norm", "||u||", "sqrt(sum u^2) over parameters that move, u the updates after the stage", _SUMS,
+     "the stage at which an update becomes too large"),
+    ("abs_max", "max |u|", "max |u|: NaN if any element is NaN, else inf if any is, else the maximum",
+     "maximum over elements and shards", "one element that a stage blows up: a second moment near zero"),
+    ("cosine", "cos(u, g)", "sum u g / (||u|| ||g||), g the gradient before any stage; absent if one is 0", _SUMS,
+     "a stage that turns the update away from the gradient: stale momentum, decay that outweighs it"),
+)  # fmt: skip
+
 METRICS = (
     _metric(
         "param/norm",
@@ -198,5 +208,20 @@ METRICS = (
             Priority.P2,
         )
         for stat, symbol, definition, reduction, catches in _SECOND_MOMENT
+    ),
+    *(
+        _metric(
+            f"opt/stage/{{stage}}/{stat}",
+            symbol,
+            "1",
+            Cadence.ON_DEMAND,
+            definition,
+            reduction,
+            "at the update, after the stage; `applied`: what became of the parameters",
+            catches,
+            _SOURCE,
+            Priority.P2,
+        )
+        for stat, symbol, definition, reduction, catches in _STAGE
     ),
 )

@@ -2,8 +2,6 @@
 
 usage: python -m benchmarks.compiled v5e:16x16|v5p:8x8x8|h100:8|cpu:8 [--layers 12] [--width 2048] [--unrolled]
        [--length 2048] [--examples 2] [--model 16] [--no-remat] [--no-backward] [--by family] [--program light]
-
-One kind of device a process.
 """
 
 from __future__ import annotations

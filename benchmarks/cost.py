@@ -17,7 +17,8 @@ from benchmarks.figure import Figure
 
 COMMAND = "make bench-aot"
 TOPOLOGIES = ("cpu:8", "v5e:16x16", "v5p:8x8x8", "h100:8")
-SMALL = ("--width", "1024", "--length", "512", "--vocabulary", "4096")
+TINY = ("--width", "256", "--length", "128", "--vocabulary", "1024")
+SMALL = ("--width", "1024", "--length", "2048", "--vocabulary", "4096")
 # Of the decoder with 12 scanned layers of 2,048, remat, on v5e-256: (examples a device row, length).
 SHAPES = ((2, 2048), (4, 2048), (1, 4096))
 BYTES = {"light": 0.003, "full, without backward": 0.03, "full": 0.05}
@@ -46,12 +47,12 @@ def _figure(title: str, samples: list[float], unit: str, most: float | None) -> 
 
 
 def _collectives() -> Iterator[Figure]:
-    for name in TOPOLOGIES:
-        for layers, how in (("12", ()), ("48", ("--unrolled",))):
-            sizes = ("--width", "256", "--length", "128", "--vocabulary", "1024") if how or name == "cpu:8" else SMALL
+    for layers, how in (("12", ()), ("48", ("--unrolled",))):
+        for name in TOPOLOGIES:
+            sizes = TINY if how or name == "cpu:8" else SMALL if name == "h100:8" else ()
             found = _inspected(name, "--layers", layers, *how, *sizes)
             if found is None:
-                break
+                continue
             kind = f"{found['devices']} x {found['device']}, {layers} layers {'unrolled' if how else 'scanned'}"
             for program in ("light", "full"):
                 loops = sum(each["looped"] for each in found["exchanges"][program])

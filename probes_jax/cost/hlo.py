@@ -190,10 +190,18 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
+def count_elements(dims: str) -> int:
+    """How many elements an array of such dimensions has, as HLO writes them.
+
+    >>> count_elements("8,<=4"), count_elements("")
+    (32, 1)
+    """
+    return math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim.strip())
+
+
 def _array(found: re.Match[str]) -> Array:
     kind, dims, layout = found[1], found[2], found[3] or ""
     width = re.match(r"[a-z]+(\d+)", kind)
     bits = _BITS.get(kind, int(width[1]) if width else 0)
-    elements = math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim.strip())
     near = re.search(r"S\((\d+)\)", layout)
-    return Array(-(-elements * bits // 8), near is not None and near[1] != "0", f"{kind}[{dims}]")
+    return Array(-(-count_elements(dims) * bits // 8), near is not None and near[1] != "0", f"{kind}[{dims}]")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import re
+import logging
 import time
 from typing import Any
 
@@ -13,21 +12,18 @@ import numpy as np
 
 from probes_jax.cost import traffic
 from probes_jax.cost.hlo import parse
+from probes_jax.cost.parts import parts_of
 from probes_jax.spec import check
 from probes_jax.spec.layout import Layout
 from probes_jax.spec.plan import FAMILIES, Plan
 from probes_jax.spec.readings import decoder_of
+from probes_jax.step.batch import check_leaves
 from probes_jax.step.settings import Settings
 from probes_jax.step.state import TrainState
 from probes_jax.step.train import compiled
 
+_log = logging.getLogger("probes_jax.inspect")
 _MONITORED = ("light", "full")
-_ROWS = {  # the names that tell of a family, where they are not `<family>/<path>/{stat}`
-    "param": "param/.*{stat}",
-    "logits": "logits/.*{stat}",
-    "second_moment": "opt/second_moment/",
-    "noise": "grad/microbatch_norm",
-}
 ALWAYS = "always measured"  # what no plan leaves out: the loss, the totals of gradients and updates, the detectors
 
 
@@ -110,18 +106,13 @@ class Inspection:
     def exchanges(self, program: str) -> tuple[traffic.Collective, ...]:
         """The collectives that the plain step does not have; of one that it has with fewer arrays, those are left out.
 
+        Two arrays of one type and size that are reduced alike are not told apart: the compiler flattens some, and joins
+        some of the probes' with some of the loss's own (GPU).
+
         One inside of a loop (`looped`) is a wrong guess of how a tensor is sharded. `Plan(token_axes=, feature_axes=)`
         mends the guess, or an annotation of the tensor in the model.
         """
-        # By array: the compiler joins exchanges of several arrays, and not always the same ones.
-        plain = collections.Counter(key for found in self.programs["off"].collectives for key in found.keys)
-        out = []
-        for found in self.programs[program].collectives:
-            more = collections.Counter(found.keys) - plain
-            plain -= collections.Counter(found.keys)
-            if more:
-                out.append(dataclasses.replace(found, arrays=tuple(array for _, array, _ in more.elements())))
-        return tuple(out)
+        return traffic.more(self.programs[program].collectives, self.programs["off"].collectives)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -152,6 +143,7 @@ def inspect(
     programs: tuple[str, ...] = _MONITORED,
     by: str | None = "family",
     points: str = "",
+    progress: bool = True,
 ) -> Inspection:
     """Compiles the monitored step and the plain one, and says what the probes add. Runs nothing.
 
@@ -163,7 +155,8 @@ def inspect(
         by: `"family"`: also what each family of metrics costs, by compiling each program without it, and what is left
             without all of them; `"point"`: the same for each observed point, the layers of a stack as one
             (`block[*]/mlp`); None: only the whole. Each part is one compilation more.
-        points: Regular expression on those names of points, for `by="point"`.
+        points: For `by="point"`, which of them, as `Plan.include` has it: `"mlp"`, `"block[*]/mlp"`, `"^head$"`.
+        progress: Whether a line in the log says which program is being compiled, since each may take a minute.
 
     Returns:
         The costs on one device of each program.
@@ -181,29 +174,36 @@ def inspect(
         >>> inspect(state, batch, programs=("light",), by=None).added("light").collectives
         0
     """
-    _check_state(state)
+    _check(state, batch)
     if not isinstance(programs, tuple) or any(name not in _MONITORED for name in programs):
         raise ValueError(f"programs must be a tuple of {_MONITORED}, got {programs!r}")
     if by not in ("family", "point", None):
         raise ValueError(f'by must be "family", "point" or None, got {by!r}')
     check.pattern("points", points)
+    check.flag("progress", progress)
     settings = state.settings
     batch = jax.tree.map(_described, batch)
     core = jax.tree.map(_described, state.core)
 
-    def run(plan: Plan, program: str) -> Program:
-        return _compile(dataclasses.replace(settings, plan=plan, programs={}), program, core, batch)
-
-    plans = {
-        name: parts_of(by, settings.plan, names_of(state, batch, name), points) for name in (programs if by else ())
-    }
-    found = {name: run(settings.plan, name) for name in ("off", *programs)}
-    parts: dict[str, dict[str, Cost]] = {}
-    for name in plans:
-        parts[name] = {part: found[name].cost - run(plan, name).cost for part, plan in plans[name].items()}
-        if by == "family":
-            bare = dataclasses.replace(settings.plan, without=FAMILIES)
-            parts[name][ALWAYS] = run(bare, name).cost - found["off"].cost
+    # By program and part; where the part is empty, nothing is left out.
+    plans: dict[tuple[str, str], Plan] = {(program, ""): settings.plan for program in ("off", *programs)}
+    for program in programs if by else ():
+        without = parts_of(by, settings.plan, names_of(state, batch, program), points)
+        without |= {ALWAYS: dataclasses.replace(settings.plan, without=FAMILIES)} if by == "family" else {}
+        plans |= {(program, part): plan for part, plan in without.items()}
+    done: dict[tuple[str, str], Program] = {}
+    for (program, part), plan in plans.items():
+        if progress:
+            less = f" with nothing but what is {ALWAYS}" if part == ALWAYS else f" without {part}" if part else ""
+            _log.warning("inspect compiles program %d of %d: %s%s", len(done) + 1, len(plans), program, less)
+        done[program, part] = _compile(dataclasses.replace(settings, plan=plan, programs={}), program, core, batch)
+    found = {program: done[program, ""] for program in ("off", *programs)}
+    parts: dict[str, dict[str, Cost]] = {program: {} for program in (programs if by else ())}
+    for (program, part), without in done.items():
+        if part == ALWAYS:
+            parts[program][part] = without.cost - found["off"].cost
+        elif part:
+            parts[program][part] = found[program].cost - without.cost
     device = _devices(settings)
     return Inspection(device[0].device_kind, len(device), settings.plan.scan_every, found, parts)
 
@@ -211,30 +211,6 @@ def inspect(
 def names_of(state: TrainState, batch: Any, program: str) -> list[str]:
     """The names that a program reports, `{stat}` for the statistic."""
     return [label for entry in layout_of(state, batch, program).entries for label in entry.labels]
-
-
-def parts_of(by: str | None, plan: Plan, names: list[str], points: str) -> dict[str, Plan]:
-    """The plan without one part, for each part that one of these names is of."""
-    if by == "family":
-        rows = {f: _ROWS.get(f, rf"{f}/.+/{{stat}}") for f in FAMILIES}
-        found = [family for family, row in rows.items() if any(re.match(row, name) for name in names)]
-        return {family: dataclasses.replace(plan, without=(*plan.without, family)) for family in found}
-    if by == "point":
-        found = dict.fromkeys(_point(name) for name in names if name.startswith(("act/", "grad_act/")))
-        chosen = [point for point in found if re.search(points, point)]
-        if found and not chosen:
-            raise ValueError(
-                f"points={points!r} matches no observed point; there are {', '.join(list(found)[:8])}, ..."
-            )
-        # A scanned model's point has the star in its name, an unrolled one's the number.
-        layers = {point: re.escape(point).replace(r"\[\*\]", r"\[(\*|\d+)\]") for point in chosen}
-        return {p: dataclasses.replace(plan, exclude=(*plan.exclude, f"^{layers[p]}$")) for p in chosen}
-    return {}
-
-
-def _point(label: str) -> str:
-    """`act/block[3]/mlp/{stat}` to the name of that point in all layers, `block[*]/mlp`."""
-    return re.sub(r"\[\d+\]", "[*]", label.split("/", 1)[1].rsplit("/", 1)[0])
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:
@@ -255,16 +231,17 @@ def _step(settings: Settings) -> jax.ShapeDtypeStruct:
 
 def layout_of(state: TrainState, batch: Any, program: str) -> Layout:
     """What a program reports. Traced, not compiled."""
-    _check_state(state)
+    _check(state, batch)
     shapes = _step(state.settings), *jax.tree.map(_described, (state.core, batch))
     # Without its programs: by these the step knows whether it is the first, at which processes are compared.
     settings = dataclasses.replace(state.settings, programs={})
     return jax.eval_shape(compiled(settings, program), *shapes)[1].layout
 
 
-def _check_state(state: Any) -> None:
+def _check(state: Any, batch: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
+    check_leaves(batch)
 
 
 def _compile(settings: Settings, program: str, core: Any, batch: Any) -> Program:

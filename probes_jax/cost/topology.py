@@ -36,8 +36,8 @@ _NEEDS = {
 def topology(name: str) -> list[Any]:
     """Devices to compile for, not to run on: build a mesh of them and hand it to `pj.inspect`.
 
-    One process compiles for TPUs or for GPUs, not for both. Neither the devices nor a driver have to be there, only the
-    compiler: `libtpu`, or `jax-cuda12-plugin` with `jax-cuda12-pjrt`.
+    One process may compile for TPUs and for GPUs. Neither the devices nor a driver have to be there, only the compiler:
+    `libtpu`, or `jax-cuda12-plugin` with `jax-cuda12-pjrt`.
 
     Args:
         name: A TPU slice as XLA names it, `"v5e:16x16"`, `"v5p:8x8x8"`; or one host of H100s, `"h100:8"`.

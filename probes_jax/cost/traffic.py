@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
-from probes_jax.cost.hlo import Array, Computation, Instruction, Module
+from probes_jax.cost.hlo import Array, Computation, Instruction, Module, count_elements
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # No memory is read or written for these; what a loop, a branch or a call costs is counted inside of it.
@@ -25,6 +27,8 @@ class Collective:
     Attributes:
         op: One of `COLLECTIVES`.
         arrays: Type and dimensions of what comes out of it.
+        parts: The same before the compiler laid several arrays end to end, to exchange them as one.
+        reduction: What it reduces with, `add` or `maximum`; empty where it only moves.
         looped: It runs once for each turn of a loop.
         times: How often it runs in a step.
         source: What it was traced from, as far as the compiler says.
@@ -32,28 +36,70 @@ class Collective:
 
     op: str
     arrays: tuple[str, ...]
+    parts: tuple[str, ...]
+    reduction: str
     looped: bool
     times: int
     source: str
 
     @property
-    def keys(self) -> list[tuple[str, str, bool]]:
-        """What is exchanged, array by array."""
-        return [(self.op, array, self.looped) for array in self.arrays]
+    def keys(self) -> tuple[tuple[str, str, str, int, bool], ...]:
+        """What is exchanged, part by part, whatever shape the compiler gave it: type and number of elements."""
+        split = [part.rstrip("]").partition("[") for part in self.parts]
+        return tuple((self.op, self.reduction, kind, count_elements(dims), self.looped) for kind, _, dims in split)
 
 
 def collectives(module: Module) -> list[Collective]:
     """All of a program; the two halves of an asynchronous one count as one."""
     found = []
-    for _, instruction, times, looped in module.walk():
+    for computation, instruction, times, looped in module.walk():
         here = (instruction, *module.inside(instruction)) if instruction.op == "fusion" else (instruction,)
         for each in here:
             op = each.op.removesuffix("-start")
             if op in COLLECTIVES:
                 arrays = tuple(array.text for array in each.arrays)
+                reducer = module.computations[each.called[0]].root.op if each.called else ""
+                parts = (_joined(module, computation, each) if op == "all-reduce" else ()) or arrays
                 source = each.rest.partition('op_name="')[2].partition('"')[0]
-                found.append(Collective(op, arrays, looped, times, source))
+                found.append(Collective(op, arrays, parts, reducer, looped, times, source))
     return found
+
+
+def _joined(module: Module, computation: Computation, instruction: Instruction) -> tuple[str, ...]:
+    """What XLA laid end to end for one all-reduce, as it does on GPU; nothing where it did not."""
+    names = instruction.operands
+    operand = computation.instructions.get(names[0]) if len(names) == 1 else None
+    if operand is not None and operand.op == "fusion":
+        computation = module.computations[operand.called[0]]
+        operand = computation.root
+    if operand is None or operand.op != "concatenate":
+        return ()
+    return tuple(computation.instructions[name].arrays[0].text for name in operand.operands)
+
+
+def more(mine: Iterable[Collective], plain: Iterable[Collective]) -> tuple[Collective, ...]:
+    """What one program exchanges and the other does not; of one that both have, the parts that only the first has.
+
+    The compiler joins exchanges of several arrays, not always the same ones, and flattens some. So those that are the
+    same as a whole are paired first, then parts. Two parts of one type, size and reduction are not told apart.
+    """
+    whole = collections.Counter(found.keys for found in plain)
+    left = [found for found in mine if not _take(whole, found.keys)]
+    parts = collections.Counter(key for keys in whole.elements() for key in keys)
+    out = []
+    for found in left:
+        new = tuple(part for key, part in zip(found.keys, found.parts, strict=True) if not _take(parts, key))
+        if new:
+            arrays = found.arrays if new == found.parts else new
+            out.append(dataclasses.replace(found, arrays=arrays, parts=new))
+    return tuple(out)
+
+
+def _take(stock: collections.Counter[Any], what: Any) -> bool:
+    """Whether there was one; then there is one less."""
+    there = stock[what] > 0
+    stock[what] -= there
+    return there
 
 
 def bytes_accessed(module: Module) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+LOST = "is missing or damaged, or was never flushed"  # a store of which nothing can be read
+
 
 class DamagedRun(UserWarning):
     """Part of a run's folder cannot be read, and is left out."""

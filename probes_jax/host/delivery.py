@@ -107,6 +107,11 @@ class Delivery:
         return self._written + self._abandoned + self._queue.dropped
 
     @property
+    def unsettled(self) -> int:
+        """Readings handed over that are not, the one in hand included."""
+        return self._queue.added - self.settled
+
+    @property
     def health(self) -> SinkHealth:
         return SinkHealth(
             written=self._written,

@@ -13,6 +13,8 @@ from probes_jax.host.worker import Worker
 
 _POLL = (0.001, 0.02)  # seconds; the first and the longest pause between two looks
 _DEVICE_PATIENCE = 12  # times as patient while the device still computes
+_SAY_AFTER = 3.0  # seconds of waiting in `close` after which a line says for what
+_SAY_EVERY = 30.0  # seconds between two such lines
 
 
 class Drain:
@@ -28,6 +30,7 @@ class Drain:
     def __init__(self, worker: Worker, patience: float) -> None:
         self._worker = worker
         self._patience = patience
+        self._say_at = float("inf")
         self.closed = False
 
     def flush(self, limit: float) -> bool:
@@ -41,13 +44,17 @@ class Drain:
         return ticket.done and not ticket.failed
 
     def close(self) -> None:
-        """Writes what is left, closes the sinks and ends the threads. A second call does nothing."""
+        """Writes what is left, closes the sinks and ends the threads. A second call does nothing.
+
+        After a few seconds a line in the log says what it waits for, and then one now and then.
+        """
         worker = self._worker
         if self.closed:
             return
         worker.backlog.send(STOP)
         if worker.owns(threading.current_thread()):  # the garbage collector may strike in one of our own threads
             return
+        self._say_at = time.monotonic() + _SAY_AFTER
         if not self._wait(lambda: worker.finished):
             log.warning("the device did not deliver %d reports; they are not written", worker.backlog.waiting)
             for delivery in worker.deliveries:
@@ -71,10 +78,28 @@ class Drain:
             if progress != seen:
                 seen, since = progress, now
             patience = self._patience * (_DEVICE_PATIENCE if self._worker.computing else 1)
+            if now > self._say_at and not done():
+                self._say_at = now + _SAY_EVERY
+                text = "closing the recorder waits for %s; what makes no progress for %g s is left behind"
+                log.warning(text, self._waited_for(), patience)
             return done() or now - since > patience
 
         _look_until(over)
         return done()
+
+    def _waited_for(self) -> str:
+        """Who is not done yet, and how much is queued there."""
+        worker, whom = self._worker, []
+        if not worker.finished:
+            whom.append(
+                f"{'the device' if worker.computing else 'the reader'} (reports queued: {worker.backlog.waiting})"
+            )
+        for delivery in worker.deliveries:
+            if delivery.unsettled and not delivery.finished:
+                whom.append(f"sink {delivery.name!r} (readings not written: {delivery.unsettled})")
+            elif worker.finished and not delivery.finished:
+                whom.append(f"sink {delivery.name!r} (its last flush)")
+        return ", ".join(whom)
 
 
 def _look_until(over: Callable[[], bool]) -> None:

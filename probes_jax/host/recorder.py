@@ -206,7 +206,8 @@ class Recorder:
     def close(self) -> None:
         """Writes what is left, closes the sinks and ends the threads. A second call does nothing.
 
-        That the guard gave up is logged here, if `record` has not raised it.
+        A slow sink is waited for as long as it makes progress; after a few seconds the log says what it is and how much
+        is queued for it. That the guard gave up is logged here, if `record` has not raised it.
         """
         self._end()
         self._verdict.log_now(self._worker)

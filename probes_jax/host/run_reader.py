@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from probes_jax.host.damage import Damage
+from probes_jax.host.damage import LOST, Damage
 from probes_jax.host.entries import Entries, SeriesEntry
 from probes_jax.host.flights import find_lacking, flight_tail
 from probes_jax.host.joined import Rows, Source, join
@@ -218,10 +218,18 @@ class Run:
     def _holding(self, name: str) -> list[SeriesEntry]:
         found = [series for series in self._entries.series() if name in self._entries.columns(series.columns)]
         if not found:
-            near = ", ".join(map(repr, near_names(name, self.names())))
-            hint = f"did you mean {near}?" if near else "names() lists what it has"
-            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; {hint}")
+            raise KeyError(f"run {self.folder.root!r} has no series {name!r}; {self._instead(name)}")
         return found
+
+    def _instead(self, name: str) -> str:
+        """What there is where a series is not."""
+        names = self.names()
+        near = ", ".join(map(repr, near_names(name, names)))
+        if names:
+            return f"did you mean {near}?" if near else "names() lists what it has"
+        flown = self.flight_step()
+        left = "" if flown is None else f"; its flight() goes on to step {flown}"
+        return f"it has none at all: its store {LOST}{left}"
 
     def _joined(self, name: str, wanted: list[str], raw: bool) -> Rows:
         """The `wanted` values of the rows that have `name`, over all series."""

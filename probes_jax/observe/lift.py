@@ -104,9 +104,9 @@ def not_carried(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f` in whose transforms nobody observes: it is ours, not the model's."""
 
     @functools.wraps(f)
-    def alone(*args: Any) -> Any:
+    def alone(*args: Any, **kwargs: Any) -> Any:
         with carried_by(None):
-            return f(*args)
+            return f(*args, **kwargs)
 
     return alone
 

@@ -13,6 +13,7 @@ import jax
 from flax.core import tracers
 
 from probes_jax.observe import linen_lift
+from probes_jax.observe.attention import watching
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit, find_uncalled
 from probes_jax.observe.hiding import hiding
 from probes_jax.observe.instead import instead_in_linen
@@ -24,7 +25,7 @@ from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.probes import Probes
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.roles import role_of, takes_input
-from probes_jax.observe.streams import Streams
+from probes_jax.observe.streams import Streams, not_watched
 from probes_jax.observe.tap import Measure
 from probes_jax.stats.per_token import ROUTER, PerToken
 from probes_jax.stats.summary import Summary
@@ -115,6 +116,8 @@ class LinenRecorder:
                     stack.enter_context(self._streams.watching())
                 for around in (linen_lift.carrying(self), nn.intercept_methods(self._intercept), observing(self)):
                     stack.enter_context(around)
+                take = None if self._probes.attention is None else self._take_attention
+                stack.enter_context(watching(take, nn.attention))
                 stack.enter_context(carried_by(None))
                 yield
         finally:
@@ -223,6 +226,13 @@ class LinenRecorder:
         frame = self._running()
         if not frame.scope.flags.get("initializing", False) and self._probes.branch is not None:
             self._keep_tokens(frame, self._probes.branch(stream, branch), tuple(name.split("/")))
+
+    def _take_attention(self, *args: Any, **options: Any) -> None:
+        """Attention in the module whose method runs."""
+        frame = self._running()
+        if not frame.scope.flags.get("initializing", False) and self._probes.attention is not None:
+            with not_watched():
+                self._keep_tokens(frame, self._probes.attention(*args, **options), ())
 
     def take_routing(self, found: PerToken, path: Path) -> None:
         """Routing that the model names itself: below the module whose method runs."""

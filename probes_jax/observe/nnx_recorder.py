@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from flax.nnx.nn import attention
 
+from probes_jax.observe.attention import watching
 from probes_jax.observe.census import NEVER_CALLED, Returned, Visit
 from probes_jax.observe.evaluation import Evaluation, Run, runs_in
 from probes_jax.observe.hiding import RULES
@@ -36,7 +38,7 @@ from probes_jax.observe.point import INPUT, Point
 from probes_jax.observe.probes import Probes
 from probes_jax.observe.record import Record, float_leaves, is_record, shapes_of, tapped
 from probes_jax.observe.roles import role_of, takes_input
-from probes_jax.observe.streams import Streams
+from probes_jax.observe.streams import Streams, not_watched
 from probes_jax.observe.tap import Measure
 from probes_jax.stats.per_token import ROUTER, PerToken
 from probes_jax.stats.summary import Summary
@@ -126,6 +128,8 @@ class NNXRecorder:
                     stack.enter_context(self._streams.watching())
                 for around in (calling(self, classes), lifting(self if marks.lifted else None, homes), observing(self)):
                     stack.enter_context(around)
+                take = None if self._probes.attention is None else self._take_attention
+                stack.enter_context(watching(take, attention))
                 plant(self._modules, marks, self._token, taps.inside)
                 yield
                 raw = Raw(tuple(self.levels[0].records), brought(self._modules))
@@ -241,6 +245,13 @@ class NNXRecorder:
         if self._probes.branch is not None:
             top = self._frames[-1]
             self._keep_tokens(top.module, top.path, self._probes.branch(stream, branch), tuple(name.split("/")))
+
+    def _take_attention(self, *args: Any, **options: Any) -> None:
+        """Attention in the module whose method runs."""
+        top = self._frames[-1]
+        if self._probes.attention is not None:
+            with not_watched():
+                self._keep_tokens(top.module, top.path, self._probes.attention(*args, **options), ())
 
     def take_routing(self, found: PerToken, path: Path) -> None:
         """Routing that the model names itself: below the module whose method runs."""

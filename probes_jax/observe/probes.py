@@ -21,17 +21,19 @@ class Probes:
         activation: Summarizes a float array that a method returned, and its gradient.
         branch: (stream, branch) of a residual sum to a few numbers for each token.
         routing: A router's output to the experts of each token; or why it does not tell.
+        attention: (query, key, bias, mask, scale=, is_causal=) to a few numbers for each token.
         roles: See `roles.role_of`.
     """
 
     activation: Measure | None = None
     branch: Callable[[jax.Array, jax.Array], PerToken] | None = None
     routing: Callable[[Any], PerToken | str] | None = None
+    attention: Callable[..., PerToken] | None = None
     roles: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, measure: Measure | Probes) -> Probes:
         """As they are used inside of a model: transforms in them are ours, and nobody observes there."""
         probes = measure if isinstance(measure, Probes) else cls(activation=measure)
-        own = {name: getattr(probes, name) for name in ("activation", "branch", "routing")}
+        own = {name: getattr(probes, name) for name in ("activation", "branch", "routing", "attention")}
         return cls(**{name: function and not_carried(function) for name, function in own.items()}, roles=probes.roles)

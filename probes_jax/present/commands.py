@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,14 +79,22 @@ def walk(chosen: argparse.Namespace) -> int:
 
 def series(chosen: argparse.Namespace) -> int:
     """Prints one metric, a line for each step at which it was measured."""
+    from probes_jax.host.damage import DamagedRun
     from probes_jax.host.run_folder import open_run
     from probes_jax.host.strict_json import dumps
 
-    try:
-        steps, values, present = open_run(chosen.run).series(chosen.name)
-    except KeyError as error:
-        print(f"probes series: {error.args[0]}", file=sys.stderr)
-        return 2
+    run = open_run(chosen.run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedRun)  # told in lines of their own
+        try:
+            steps, values, present = run.series(chosen.name)
+        except KeyError as error:
+            print(f"probes series: {error.args[0]}", file=sys.stderr)
+            return 2 if run.names() else 1
+    for text in run.damaged():
+        print(f"probes series: {text}", file=sys.stderr)
+    if run.damaged() and not present.any():
+        return 1
     last = slice(None) if chosen.last is None else slice(max(0, int(present.sum()) - chosen.last), None)
     steps, values = steps[present][last].tolist(), values[present][last].tolist()
     if chosen.json:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from probes_jax.present.first_screen import OTHER, format_value
-from probes_jax.present.state import ALARMS, DETECTORS, State
+from probes_jax.present.state import ALARMS, DETECTORS, LEVELS, TROUBLES, State
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
 from probes_jax.spec.plan import Plan
@@ -48,7 +48,7 @@ class LatestSignals:
         self._units: dict[str, str] = {}  # of every signal, in the order of the registry
         self._names: tuple[str, ...] = ()
         self._columns: dict[str, int] = {}  # signals and scores in the present names
-        self.values: dict[str, tuple[float, State]] = {}
+        self.values: dict[str, tuple[float, State | None]] = {}
         self.step: int | None = None
 
     def see(self, readings: Readings | None) -> None:
@@ -75,15 +75,22 @@ class LatestSignals:
                 self._columns[name] = column
         self._units = {name: self._units[name] for name in sorted(self._units, key=_place)}
 
-    def _state(self, name: str, measured: dict[str, float]) -> State:
+    def _state(self, name: str, measured: dict[str, float]) -> State | None:
+        """By the rules of the first screen, as far as one step tells; None where it takes earlier steps to say."""
         value = measured[name]
-        score = measured.get(f"{DETECTORS.get(name)}/spike/score", 0.0)
-        if not math.isfinite(value) or score > self._plan.theta or (name in ALARMS and value != 0):
+        if not math.isfinite(value) or (name in ALARMS and value != 0):
             return State.ALERT
-        return State.WATCH if score > self._plan.theta / 2 else State.OK
+        if name in TROUBLES and value != 0:
+            return State.WATCH
+        if name in (*ALARMS, *TROUBLES, *LEVELS):
+            return State.OK
+        score = measured.get(f"{DETECTORS.get(name)}/spike/score")
+        if score is None:
+            return State.NEW if name in DETECTORS else None
+        return State.ALERT if score > self._plan.theta else State.WATCH if score > self._plan.theta / 2 else State.OK
 
-    def texts(self) -> list[tuple[str, str, State]]:
-        """(name, value, state) of every signal measured so far."""
+    def texts(self) -> list[tuple[str, str, State | None]]:
+        """(name, value, state) of every signal measured so far; None where the state is not known."""
         known = [name for name in self._units if name in self.values]
         if OTHER + "mean" not in known:
             known = [name for name in known if not name.startswith(OTHER)]
@@ -105,7 +112,7 @@ class LiveSignals:
 
     Args:
         recorder: The recorder; its `latest` is shown, and at the end it is flushed once.
-        plan: Thresholds, for the colours.
+        plan: Thresholds, for the colours. A signal without a score has none: no score is not all right.
         total: Steps of the whole run.
         first: The step that the loop begins with.
         console: Where to; standard output by default.
@@ -211,7 +218,10 @@ class LiveSignals:
         for _ in range(_PAIRS):
             grid.add_column(style="dim")
             grid.add_column(justify="right", min_width=10)
-        pairs = [(Text(name), Text(text, COLOURS[state])) for name, text, state in self._signals.texts()]
+        pairs = [
+            (Text(name), Text(text, COLOURS[state] if state is not None else ""))
+            for name, text, state in self._signals.texts()
+        ]
         for at in range(0, len(pairs), _PAIRS):
             grid.add_row(*(cell for pair in pairs[at : at + _PAIRS] for cell in pair))
         return Group(self._bar.get_renderable(), grid)

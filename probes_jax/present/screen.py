@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from probes_jax.host.damage import DamagedRun
+from probes_jax.host.damage import LOST, DamagedRun
 from probes_jax.present.first_screen import first_screen
 from probes_jax.present.reasons import find_reasons
 from probes_jax.present.score import find_plan
@@ -55,7 +55,9 @@ def _print(run: History, console: Console, name: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
     _section(console, "Without data", find_reasons(run, signals, plan))
     found = find_unusual(run, plan, signals)
-    if not found:
+    if last is None and (run.damaged() or not run.names()):
+        console.print(f"\nNothing can be said of the signals: the run's store {LOST}", soft_wrap=True)
+    elif not found:
         console.print("\nWhat was unusual: nothing")
     _section(console, "What was unusual", found)
     _section(console, "Could not be read", run.damaged(), soft_wrap=True)

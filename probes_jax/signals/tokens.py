@@ -24,7 +24,7 @@ class Spread:
     """What is known of some numbers of each token: mean and maximum, and a sketch of the quantiles.
 
     Attributes:
-        rows: `spread` and `sketch` rows with one stack axis.
+        rows: `spread` and `sketch` rows with one stack axis; without a sketch, only the maximum is reported.
         labels: A metric name for each, with `{stat}` where the statistic goes.
     """
 
@@ -56,7 +56,9 @@ def fit_valid(valid: jax.Array | None, positions: tuple[int, ...]) -> jax.Array 
     return valid.reshape(positions) if chunks or positions == (math.prod(shape),) else None
 
 
-def measure_tokens(found: Mapping[tuple[str, ...], PerToken], valid: jax.Array, split: Split) -> Spread:
+def measure_tokens(
+    found: Mapping[tuple[str, ...], PerToken], valid: jax.Array, split: Split, *, sketch: bool = True
+) -> Spread:
     """Summaries of the columns of several points at once: of thousands of small ones, compiling takes its time.
 
     Args:
@@ -64,6 +66,7 @@ def measure_tokens(found: Mapping[tuple[str, ...], PerToken], valid: jax.Array, 
             column.
         valid: From `fit_valid`.
         split: How the mesh shards the positions.
+        sketch: False for numbers that may be negative.
     """
     values = []
     for each in found.values():
@@ -71,7 +74,8 @@ def measure_tokens(found: Mapping[tuple[str, ...], PerToken], valid: jax.Array, 
         values.append(columns.reshape(-1, *valid.shape))
 
     def summarize(values: jax.Array, split: Split) -> dict[str, Summary]:
-        return summarize_spread(values, valid & (values != NOTHING), split, 1)
+        rows = summarize_spread(values, valid & (values != NOTHING), split, 1)
+        return rows if sketch else {"spread": rows["spread"]}
 
     together = jnp.concatenate(values)
     rows = summarize_where_it_lies(summarize, Split(((), *split.dims), split.sizes), together)
@@ -80,6 +84,9 @@ def measure_tokens(found: Mapping[tuple[str, ...], PerToken], valid: jax.Array, 
 
 def name_spread(spread: Spread) -> Iterator[Measured]:
     """Report entries: mean and maximum, and the sketch, which is read in the graph."""
+    if "sketch" not in spread.rows:
+        yield measured(spread.labels, spread.rows["spread"], stats=("max",))
+        return
     yield measured(spread.labels, spread.rows["spread"])
     labels = tuple(label.replace("{stat}", "sketch") for label in spread.labels)
     yield measured(labels, spread.rows["sketch"], hidden=True)

@@ -16,6 +16,7 @@ _WORST = (
     ("act/abs_max", re.compile(r"act/.+/abs_max")),
     ("grad_act/abs_max", re.compile(r"grad_act/.+/abs_max")),
     ("grad/worst_layer_norm", re.compile(r"grad/.+/norm")),
+    ("attention/logit", re.compile(r"attention/.+/logit/max")),
     ("router/imbalance", re.compile(r"router/.+/imbalance")),
     ("router/max_violation", re.compile(r"router/.+/max_violation")),
     ("router/shard_imbalance", re.compile(r"router/.+/shard_imbalance")),

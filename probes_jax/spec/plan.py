@@ -45,6 +45,7 @@ FAMILIES = (  # what a plan can do without
     "logits",
     "residual",
     "router",
+    "attention",
     "second_moment",
     "noise",
 )
@@ -76,7 +77,8 @@ class Plan:
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
             update ratios), `logits`, `residual` (what each branch does to the residual stream), `router` (balance of
-            experts), `second_moment` (the spread of the optimizer's), `noise` (the gradient noise scale).
+            experts), `attention` (largest logit and entropy), `second_moment` (the spread of the optimizer's), `noise`
+            (the gradient noise scale).
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A

@@ -12,7 +12,7 @@ from probes_jax.stats.types import filled
 
 RESIDUAL, ATTENTION, ROUTER = "residual", "attention", "router"
 FAMILIES = (RESIDUAL, ATTENTION, ROUTER)  # first segments of the metrics' names; no module's class has one
-NOTHING = -1.0  # no measurement: every number of a token is at least 0
+NOTHING = -jnp.inf  # no measurement
 
 
 @functools.partial(

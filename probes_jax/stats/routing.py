@@ -87,8 +87,8 @@ def count_experts(found: PerToken, valid: jax.Array, split: Split = WHOLE) -> Su
     rows = len(x.axes)
     ok = cut(valid, split).array
     ok = ok.reshape(*x.rows, *(1,) * stack, *ok.shape[rows:], 1)
-    number = x.array.astype(jnp.int32)
-    counted = ok & (number >= 0) & (number < found.size)
+    counted = ok & (x.array >= 0) & (x.array < found.size)
+    number = jnp.where(counted, x.array, 0).astype(jnp.int32)
     kept = x.array.shape[: rows + stack]
     counts = count_buckets(number.reshape(*kept, -1), counted.reshape(*kept, -1), found.size)
     counts = jnp.moveaxis(counts, range(rows), range(stack + 1, stack + 1 + rows))

@@ -24,27 +24,6 @@ from probes_jax.step.select import Path
 Key = jax.Array
 
 
-def check_batch(batch: Any, microbatches: int) -> int:
-    """Length of axis 0 of the batch.
-
-    Raises:
-        ValueError: The batch is empty, ragged, or does not divide into microbatches.
-    """
-    shapes = [tuple(jnp.shape(x)) for x in jax.tree.leaves(batch)]
-    lengths = {shape[0] for shape in shapes if shape}
-    if not lengths or 0 in lengths:
-        raise ValueError(f"batch must hold arrays with at least one example on axis 0, got shapes {shapes}")
-    if microbatches > 1:
-        if len(lengths) > 1 or any(not shape for shape in shapes):
-            raise ValueError(
-                f"microbatches={microbatches} splits axis 0 of every batch array, but the shapes are {shapes}"
-            )
-        length = next(iter(lengths))
-        if length % microbatches:
-            raise ValueError(f"batch of {length} examples does not divide into microbatches={microbatches}")
-    return max(lengths)
-
-
 def _split(batch: Any, count: int, shards: int) -> Any:
     """`[B, ...]` to `[count, B / count, ...]`, every shard giving its part to every microbatch where it can."""
 

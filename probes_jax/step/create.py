@@ -19,6 +19,7 @@ from probes_jax.observe.names import label_params
 from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.plan import Plan
 from probes_jax.step.alike import check_alike, shape_facts
+from probes_jax.step.batch import naming_keys
 from probes_jax.step.loss_scale import LossScale
 from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
@@ -49,14 +50,15 @@ def make_core(
         parts = binding.init(loss_fn, batch, key, variables)
         return parts.params, parts.state
 
-    shapes = jax.eval_shape(init, key, batch, variables)
+    with naming_keys(batch):
+        shapes = jax.eval_shape(init, key, batch, variables)
     _check_params(shapes[0])
     check_alike(partition.mesh, shape_facts("parameter", shapes[0]) | shape_facts("model state", shapes[1]))
     specs = binding.partition_specs(*shapes)
     place = _placements(shapes, specs, shardings, partition)
     if abstract:
         return _lay_out(tx, plan, key, jax.tree.map(_lying, shapes, place), wrt, loss_scale, partition)
-    _check_here(partition)
+    check_here(partition, "pass abstract=True, for pj.inspect")
     if binding.has_arrays:  # made already: under jit they would be constants of the program
         params, state = jax.device_put(init(key, batch, variables), place)
     else:
@@ -69,14 +71,19 @@ def make_core(
     return Core(trained, frozen, state, opt_state, *rest)
 
 
-def _check_here(partition: Partition) -> None:
+def check_here(partition: Partition, instead: str) -> None:
+    """Refuses devices of a topology, which only a compiler knows.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
     for device in partition.everywhere().device_set:
         try:
             here = device in jax.devices(device.platform)
         except RuntimeError:  # no such platform
             here = False
         if not here:
-            raise ValueError(f"{device} is not here, only its compiler is: pass abstract=True, for pj.inspect")
+            raise ValueError(f"{device} is not here, only its compiler is: {instead}")
 
 
 def _lying(shape: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:

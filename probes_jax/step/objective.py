@@ -24,6 +24,7 @@ from probes_jax.signals.logits import has_classes, measure_logits
 from probes_jax.signals.loss import measure_extra, measure_loss, measure_scalar_loss, weighted_sums
 from probes_jax.signals.tokens import Spread, fit_valid, measure_tokens
 from probes_jax.spec.plan import Plan
+from probes_jax.stats.attention import LOGIT, apart, measure_attention
 from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
@@ -31,6 +32,7 @@ from probes_jax.stats.partial import Split
 from probes_jax.stats.per_token import FAMILIES, ROUTER, PerToken
 from probes_jax.stats.routing import count_experts, margins, read_routing
 from probes_jax.stats.summary import Summary
+from probes_jax.step.batch import naming_keys
 from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
 
@@ -176,6 +178,7 @@ class Objective:
             if self.observes:
                 stack.enter_context(observing(own))
                 stack.enter_context(evaluation.around(self.loss_fn))
+            stack.enter_context(naming_keys(batch))
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
@@ -215,6 +218,7 @@ class Objective:
             self._measure(batch) if self.observes else None,
             measure_branch if self.observes and "residual" not in without else None,
             None if "router" in without else lambda output: read_routing(output, plan.top_k),
+            measure_attention if self.observes and "attention" not in without else None,
             plan.roles,
         )
 
@@ -236,14 +240,16 @@ class Objective:
                 each = margins(each)
                 if each is None or not self.scan:
                     continue
-            labels = tuple(row.replace("{stat}", f"{name}/{{stat}}") for row in rows for name in each.names)
-            alike.setdefault((positions, each.names), {})[labels] = each
+            for part in apart(each):
+                labels = tuple(row.replace("{stat}", f"{name}/{{stat}}") for row in rows for name in part.names)
+                alike.setdefault((positions, part.names), {})[labels] = part
         notes.missing.update({f"{point.class_name}/{point}": why for point, why in missing.items()})
         found = []
-        for (positions, _), group in alike.items():
+        for (positions, names), group in alike.items():
             valid = fit_valid(tokens.valid, positions)
             assert valid is not None  # asked above
-            found.append(measure_tokens(group, valid, self.partition.tokens(positions)))
+            sketch = names != (LOGIT,)
+            found.append(measure_tokens(group, valid, self.partition.tokens(positions), sketch=sketch))
         return tuple(found), tuple(loads)
 
     def _loads(

@@ -15,13 +15,15 @@ from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
 from probes_jax.spec.switch import enabled
 from probes_jax.stats.manual import add_up
-from probes_jax.step.accumulate import accumulate, check_batch
+from probes_jax.step.accumulate import accumulate
 from probes_jax.step.alike import check_alike, setting_facts, shape_facts
+from probes_jax.step.batch import check_batch, check_leaves
 from probes_jax.step.create import describe
 from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.manual import check_place, check_shards, of_all_devices
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
+from probes_jax.step.noise import KEY
 from probes_jax.step.objective import Notes, Objective, Part
 from probes_jax.step.pack import widen
 from probes_jax.step.partition import find_mesh, find_partition
@@ -31,7 +33,7 @@ from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
 
 _ONE_NUMBER = "measure was given the loss as one number; Monitor.value_and_grad, of a monitor with a model, measures it"
-_NOT_OF_ONE_NUMBER = ("act", "grad_act", "logits", "loss/shard", "grad/noise_scale")
+_NOT_OF_ONE_NUMBER = ("act", "grad_act", "logits", "loss/shard")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("settings",))
@@ -91,6 +93,7 @@ class Monitor:
             raise ValueError("Monitor.create takes model, loss_fn and batch together, or none of them")
         if model is not None:
             check_loss_fn(loss_fn)
+            check_leaves(batch)
         if plan.guard is not None or plan.skip_empty:
             raise ValueError("Monitor only measures: Plan guard and skip_empty need pj.monitored_train_step")
         partition = find_partition(plan, batch, find_mesh(batch, params), axis_names)
@@ -223,6 +226,12 @@ class Monitor:
             items = measure_before(self.settings, program, part, gradients, notes)
             if part.points and not part.gradients and self.settings.plan.backward:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
+            if program == "full" and self.settings.plan.stages:
+                notes.missing["opt/stage"] = "the stages are seen where pj.monitored_train_step runs the optimizer"
+            if program == "full" and part.noise is None and "noise" not in self.settings.plan.without:
+                notes.missing.setdefault(
+                    KEY, "it takes gradients of microbatches: Monitor.value_and_grad(microbatches=K)"
+                )
             return finish(
                 self.settings, program, step, before, after, updates, part, items, notes, skip=None, guard=None
             )

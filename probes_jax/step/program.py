@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from probes_jax.observe.collect import Collector, collecting
 from probes_jax.spec.layout import Layout
-from probes_jax.step.accumulate import accumulate, check_batch
+from probes_jax.step.accumulate import accumulate
+from probes_jax.step.batch import check_batch
 from probes_jax.step.measure import decide_early, finish, measure_before
 from probes_jax.step.objective import Notes, Objective, Part
 from probes_jax.step.report import Report

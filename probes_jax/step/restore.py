@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from probes_jax.step.abstract import is_abstract
+from probes_jax.step.create import check_here
+from probes_jax.step.monitor import init_monitor
 from probes_jax.step.state import TrainState
 
 _log = logging.getLogger("probes_jax")
@@ -23,15 +26,18 @@ def restore_state(state: TrainState, tree: Any) -> TrainState:
     not hold, or holds in another shape, starts from its defaults, said once in the log.
 
     Args:
-        state: A fresh state from `TrainState.create`, which says structure, dtypes and shardings.
+        state: A fresh state from `TrainState.create`, which says structure, dtypes and shardings; with `abstract=True`
+            nothing is initialized that is read anyway.
         tree: Nested dicts, lists and arrays with the same names.
 
     Returns:
         The state to go on with.
 
     Raises:
-        ValueError: A parameter, the optimizer state or the model state is missing or has another shape.
+        ValueError: A parameter, the optimizer state or the model state is missing or has another shape; or the state
+            lies on devices of a `pj.topology`.
     """
+    state = _ready(state)
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     values = {}
     for path, leaf in leaves:
@@ -51,6 +57,24 @@ def restore_state(state: TrainState, tree: Any) -> TrainState:
         for (name, value), (_, leaf) in zip(values.items(), leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, out)
+
+
+def _ready(state: TrainState) -> TrainState:
+    """An abstract state as one to fill: leaves lie where it was created to lie, monitoring has its defaults."""
+    if not any(map(is_abstract, jax.tree.leaves(state))):
+        return state
+    settings, everywhere = state.settings, state.settings.partition.everywhere()
+    check_here(settings.partition, "restore on the devices that are to train")
+    where = jax.tree.map(lambda _: everywhere, state.core) if settings.shardings is None else settings.shardings
+    core = jax.tree.map(_lying, state.core, where)
+    fresh = init_monitor(settings.plan, settings.loss_scale)
+    monitor = jax.tree.map(lambda x, new: jax.device_put(new, x.sharding) if is_abstract(x) else x, core.monitor, fresh)
+    step = np.array(0, np.int32) if is_abstract(state.step) else state.step
+    return TrainState.from_core(step, core._replace(monitor=monitor), settings)
+
+
+def _lying(leaf: Any, sharding: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if is_abstract(leaf) else leaf
 
 
 def _window(name: str) -> str | None:

@@ -12,8 +12,9 @@ import numpy as np
 from probes_jax.observe.wrap import wrap
 from probes_jax.spec import check
 from probes_jax.spec.plan import Plan
-from probes_jax.step.accumulate import check_batch
+from probes_jax.step.abstract import refuse_abstract
 from probes_jax.step.alike import check_alike, setting_facts, shape_facts
+from probes_jax.step.batch import check_batch
 from probes_jax.step.create import describe, make_core
 from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.loss_scale import as_loss_scale
@@ -151,7 +152,12 @@ class TrainState:
         return Core(self.params, self.frozen, self.model_state, self.opt_state, self.key, self.monitor)
 
     def module(self) -> Any:
-        """The model with the current weights: a fresh nnx module, or linen variables for `module.apply`."""
+        """The model with the current weights: a fresh nnx module, or linen variables for `module.apply`.
+
+        Raises:
+            ValueError: The state holds shapes instead of weights.
+        """
+        refuse_abstract({"params": self.params, "frozen": self.frozen, "model_state": self.model_state})
         return self.settings.binding.module(join(self.params, self.frozen), self.model_state)
 
 

@@ -11,7 +11,9 @@ from jax.core import Tracer
 
 from probes_jax.spec.switch import enabled
 from probes_jax.stats.manual import manual_axes
+from probes_jax.step.abstract import refuse_abstract
 from probes_jax.step.alike import check_alike, switch
+from probes_jax.step.batch import check_leaves
 from probes_jax.step.pack import widen
 from probes_jax.step.program import step_program
 from probes_jax.step.report import Report
@@ -60,8 +62,9 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
 
     Raises:
         ValueError: The batch is empty, ragged, or does not divide into the microbatches; this is called inside of
-            `jax.shard_map` or `jax.pmap`; or, at the first step of a job of several processes, a process is at another
-            step than the others.
+            `jax.shard_map` or `jax.pmap`; the state holds shapes instead of arrays; or, at the first step of a job of
+            several processes, a process is at another step than the others.
+        TypeError: `state` is no `TrainState`, or a leaf of the batch is no array of numbers.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a pj.TrainState (TrainState.create(...)), got {type(state).__name__}")
@@ -71,10 +74,15 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
             "itself: call it outside, with a sharded batch; or keep your step and measure it with "
             f"pj.Monitor.create(axis_names={tuple(manual_axes())}, ...)"
         )
-    if isinstance(state.key, jax.ShapeDtypeStruct):
-        raise ValueError("state was created with abstract=True: pj.inspect compiles it, but it holds nothing to train")
-    if isinstance(state.step, Tracer):
-        return _traced(state, batch)
+    try:
+        return _traced(state, batch) if isinstance(state.step, Tracer) else _run(state, batch)
+    except TypeError:  # after the first step looked at only now: a state has hundreds of leaves
+        refuse_abstract(state)
+        check_leaves(batch)
+        raise
+
+
+def _run(state: TrainState, batch: Any) -> tuple[TrainState, Report]:
     if isinstance(state.key, jax.Array) and state.key.is_deleted():
         raise ValueError(
             "state was given to a step before, which reused its memory; use the state that the step returned, or "
@@ -82,6 +90,7 @@ def monitored_train_step(state: TrainState, batch: Any) -> tuple[TrainState, Rep
         )
     step = int(state.step)
     if not state.settings.programs:  # the first step: a process that restored another checkpoint is found here
+        refuse_abstract(state)
         check_alike(state.settings.partition.mesh, {"PROBES_JAX": repr(switch()), "step": str(step)})
     run = compiled(state.settings, program_of(state.settings, step))
     # An explicit transfer, so that a loop under jax.transfer_guard goes on.

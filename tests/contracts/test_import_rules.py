@@ -23,7 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "observe": {"spec", "stats"},
     "detect": {"spec", "stats"},
     "step": {"spec", "stats", "signals", "observe", "detect"},
-    "cost": {"spec", "step"},
+    "cost": {"spec", "observe", "step"},
     "evaluate": {"spec", "stats", "signals", "observe", "detect"},
     "host": {"spec"},
     "system": {"spec"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from probes_jax.cost.hlo import parse
-from probes_jax.cost.traffic import bytes_accessed, collectives
+from probes_jax.cost.traffic import bytes_accessed, collectives, more
 
 LOOP = """HloModule jit_f, is_scheduled=true
 
@@ -81,6 +81,70 @@ ENTRY %main (x: f32[4]) -> f32[8] {
 }
 """
     assert [found.op for found in collectives(parse(text))] == ["all-gather"]
+
+
+PLAIN = """HloModule plain
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%maximum (c: f32[], d: f32[]) -> f32[] {
+  %c = f32[] parameter(0)
+  %d = f32[] parameter(1)
+  ROOT %most = f32[] maximum(%c, %d)
+}
+
+ENTRY %main (x: f32[1,6]) -> f32[1,6] {
+  %x = f32[1,6]{1,0} parameter(0)
+  %largest = f32[1,6]{1,0} all-reduce(%x), channel_id=1, to_apply=%maximum
+  ROOT %total = f32[1,6]{1,0} all-reduce(%largest), channel_id=2, to_apply=%add
+}
+"""
+# As XLA joins them on GPU: flattened and laid end to end, two that are alike and two that are not.
+JOINED = (
+    PLAIN.partition("ENTRY")[0]
+    + """%both (e: f32[6], f: f32[6]) -> f32[12] {
+  %e = f32[6]{0} parameter(0)
+  %f = f32[6]{0} parameter(1)
+  ROOT %laid = f32[12]{0} concatenate(%e, %f), dimensions={0}
+}
+
+ENTRY %main (x: f32[6], y: f32[6], z: f32[4]) -> f32[10] {
+  %x = f32[6]{0} parameter(0)
+  %y = f32[6]{0} parameter(1)
+  %z = f32[4]{0} parameter(2)
+  %end.to.end = f32[12]{0} fusion(%x, %y), kind=kLoop, calls=%both
+  %largest = f32[12]{0} all-reduce-start(%end.to.end), channel_id=1, to_apply=%maximum
+  %done = f32[12]{0} all-reduce-done(%largest)
+  %more = f32[10]{0} concatenate(%x, %z), dimensions={0}
+  ROOT %total = f32[10]{0} all-reduce(%more), channel_id=2, to_apply=%add
+}
+"""
+)
+
+
+def test_what_is_joined_and_flattened_is_found_part_by_part():
+    plain, joined = collectives(parse(PLAIN)), collectives(parse(JOINED))
+    assert [(found.reduction, found.arrays, found.parts) for found in joined] == [
+        ("maximum", ("f32[12]",), ("f32[6]", "f32[6]")),
+        ("add", ("f32[10]",), ("f32[6]", "f32[4]")),
+    ]
+    assert [(found.reduction, found.arrays) for found in more(joined, plain)] == [
+        ("maximum", ("f32[6]",)),
+        ("add", ("f32[4]",)),
+    ]
+    assert more(plain, plain) == more(joined, joined) == ()
+    assert more(joined, ()) == tuple(joined)
+
+
+def test_what_is_the_same_as_a_whole_is_paired_first():
+    joined, plain = collectives(parse(JOINED)), collectives(parse(PLAIN))
+    (largest,) = more([*joined, plain[0]], joined)
+    assert largest == plain[0]
+    assert [found.arrays for found in more([joined[0], *plain], plain)] == [("f32[12]",)]
 
 
 @pytest.mark.parametrize(

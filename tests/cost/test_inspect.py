@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import probes_jax as pj
 from benchmarks.compiled import state_for
 from probes_jax.cost.hlo import parse
-from probes_jax.cost.inspection import ALWAYS, names_of, parts_of
+from probes_jax.cost.inspection import ALWAYS, names_of
+from probes_jax.cost.parts import parts_of
 from probes_jax.cost.traffic import bytes_accessed, collectives
 from probes_jax.spec.layout import HEADER
 from tests.step.small import GROUPS, make_batch, make_state
@@ -43,7 +44,7 @@ def test_two_collectives_more_and_none_in_a_loop(found):
 @pytest.mark.slow
 def test_every_family_costs_what_the_program_costs_with_it(found):
     full = found.parts["full"]
-    assert set(full) - {"residual"} == {
+    assert set(full) - {"residual", "attention", "router"} == {
         "act", "grad_act", "grad", "param", "update", "logits", "second_moment", ALWAYS
     }  # fmt: skip
     assert set(found.parts["light"]) == {"param", "logits", ALWAYS}
@@ -75,6 +76,41 @@ def test_points_by_name():
     assert seen.parts["full"]["head"].series > 0
     with pytest.raises(ValueError, match="no observed point; there are"):
         pj.inspect(state, batch, programs=("full",), by="point", points="nothing")
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_points_of_layers_are_written_as_a_plan_has_them(scan):
+    state, batch = abstract(scan=scan)
+    stack, plan, names = "blocks" if scan else "block", state.settings.plan, names_of(state, batch, "full")
+    every = set(parts_of("point", plan, names, ""))
+    layers = {point for point in every if point.startswith(f"{stack}[*]/")}
+    assert layers and layers < every
+    for written in (f"{stack}[*]/", f"{stack}[0..2]/", rf"{stack}\[\*\]/", f"^{stack}/"):
+        assert set(parts_of("point", plan, names, written)) == layers, written
+    with pytest.raises(ValueError, match="no observed point"):  # the layers of a point are one part
+        parts_of("point", plan, names, f"{stack}[1]/")
+
+
+def test_each_program_is_said_before_it_is_compiled_unless_nobody_wants_to_know(caplog):
+    batch = make_batch()
+    state = make_state(batch=batch)
+    pj.inspect(state, batch, programs=("light",))
+    assert [record.getMessage() for record in caplog.records if record.name == "probes_jax.inspect"] == [
+        f"inspect compiles program {number} of 5: {what}"
+        for number, what in enumerate(
+            (
+                "off",
+                "light",
+                "light without param",
+                "light without logits",
+                "light with nothing but what is always measured",
+            ),
+            1,
+        )
+    ]
+    caplog.clear()
+    pj.inspect(state, batch, programs=("light",), by=None, progress=False)
+    assert "inspect compiles" not in caplog.text
 
 
 @pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
@@ -134,7 +170,12 @@ def test_an_abstract_state_does_not_train():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"programs": ("off",)}, "programs must be"), ({"by": "probe"}, "by must be"), ({"programs": "full"}, "programs")],
+    [
+        ({"programs": ("off",)}, "programs must be"),
+        ({"by": "probe"}, "by must be"),
+        ({"programs": "full"}, "programs"),
+        ({"progress": 1}, "progress must be True or False"),
+    ],
 )
 def test_wrong_arguments_are_named(settings, message):
     state, batch = abstract()

@@ -1,12 +1,15 @@
 """A damaged file in a run's folder: named, left out, and the rest is read."""
 
+import contextlib
 import json
+import shutil
 import warnings
 
 import numpy as np
 import pytest
 
 from probes_jax.host.damage import DamagedRun
+from probes_jax.host.flight import FlightRecord
 from probes_jax.host.run_folder import open_run
 from probes_jax.host.store_sink import StoreSink
 from probes_jax.present.cli import main
@@ -160,3 +163,39 @@ def test_the_screen_shows_the_rest_and_says_what_is_missing(folder, capsys):
     assert err == "" and "loss/mean" in out and "What was unusual" in out
     tail = out.split("Could not be read:\n")[1]
     assert str(chunk) in tail and "flight/process_0.bin" in tail and tail.count("\n") == 2
+
+
+def lose(folder, what):
+    (folder / "flight").mkdir()
+    with contextlib.closing(FlightRecord(folder / "flight" / "process_0.bin")) as flight:
+        flight.write(Readings(11, "light", LIGHT, np.array([11.0, 1.0]), np.ones(2, bool), wall_time=1e9))
+    if what == "store":
+        shutil.rmtree(folder / "entries")
+    for path in (folder / "series").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"") if what == "bytes" else path.unlink()
+
+
+@pytest.mark.parametrize("what", ["store", "arrays", "bytes"])
+def test_of_a_run_whose_store_is_lost_nothing_is_said_to_be_usual(folder, what, capsys):
+    lose(folder, what)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["screen", str(folder)]) == 0
+        out = capsys.readouterr().out
+        assert "Nothing can be said of the signals: the run's store is missing or damaged, or was never flushed" in out
+        assert "What was unusual: nothing" not in out and "flight record goes on to step 11" in out
+        assert main(["series", str(folder), "grad/norm"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("probes series: ") and err.count("\n") == 1
+    assert ("its store is missing or damaged" in err and "flight() goes on to step 11" in err) == (what == "store")
+
+
+def test_a_series_that_is_damaged_in_part_is_printed_and_said_to_be(folder, capsys):
+    (arrays(folder, "light") / "values" / "c" / "1" / "0").write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["series", str(folder), "grad/norm"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split("\t")[0] for line in out.splitlines()] == ["1", "2", "4", "5"]
+    assert err.startswith("probes series: ") and "1 of its 2 blocks" in err and err.count("\n") == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from probes_jax.spec.readings import Readings
 
 LIGHT = ("loss/mean", "grad/norm", "loss/spike/score", "grad/abs_mean", "alert/co_spike")
 FULL = (*LIGHT, "act/abs_max")
+ALL = (*FULL, "grad/clip_rate", "alert/co_spike/count")
 
 
 def _readings(step, values, names=LIGHT):
@@ -41,8 +43,8 @@ def test_only_signals_are_shown():
     latest = LatestSignals(Plan())
     latest.see(_readings(0, [2.0, 1.0, None, 0.1, 0.0]))
     assert latest.texts() == [
-        ("loss/mean", "2.000", State.OK),
-        ("grad/norm", "1.000", State.OK),
+        ("loss/mean", "2.000", State.NEW),
+        ("grad/norm", "1.000", State.NEW),
         ("alert/co_spike", "0", State.OK),
     ]
 
@@ -72,12 +74,30 @@ def test_a_rare_signal_keeps_its_value_and_an_absent_one_does_not_become_zero():
         ([2.0, math.nan, 0.0, 0.1, 0.0], "grad/norm", State.ALERT),
         ([2.0, 1.0, 0.0, 0.1, 1.0], "alert/co_spike", State.ALERT),
         ([2.0, 1.0, 0.0, 0.1, 0.0], "loss/mean", State.OK),
+        ([2.0, 1.0, None, 0.1, 0.0], "loss/mean", State.NEW),
+        ([2.0, 1.0, 0.0, 0.1, 0.0], "alert/co_spike", State.OK),
+        ([2.0, 1.0, 0.0, 0.1, 0.0, 7.0], "act/abs_max", None),
+        ([2.0, 1.0, 0.0, 0.1, 0.0, math.inf], "act/abs_max", State.ALERT),
+        ([2.0, 1.0, 0.0, 0.1, 0.0, 7.0, 0.5], "grad/clip_rate", State.OK),
+        ([2.0, 1.0, 0.0, 0.1, 0.0, 7.0, 0.5, 0.0], "alert/co_spike/count", State.OK),
+        ([2.0, 1.0, 0.0, 0.1, 0.0, 7.0, 0.5, 2.0], "alert/co_spike/count", State.WATCH),
     ],
 )
 def test_states(values, name, state):
     latest = LatestSignals(Plan())
-    latest.see(_readings(0, values))
+    latest.see(_readings(0, values, ALL[: len(values)]))
     assert latest.values[name][1] is state
+
+
+def test_a_signal_without_a_score_is_not_green():
+    out, recorder = io.StringIO(), _Recorder()
+    console = Console(file=out, width=120, force_terminal=True, color_system="standard")
+    with LiveSignals(recorder, Plan(), total=8, console=console) as live:
+        recorder.latest = _readings(3, [2.0, 1.0, 0.0, 0.1, 0.0, 7.0], FULL)
+        live.update()
+    green = re.findall(r"\x1b\[32m *([\d.]+)", out.getvalue())
+    assert {"2.000", "0"} <= set(green), "the loss has a score, and no co-spike is one that is over"
+    assert not {"1.000", "7.000"} & set(green)
 
 
 def test_plain_lines_are_few_and_the_last_step_is_said():

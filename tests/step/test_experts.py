@@ -196,6 +196,7 @@ def test_scores_alone_do_not_say_how_many():
     assert "pj.Plan(top_k=...)" in dict(report.coverage.missing)["router/block[0]/moe/router"]
 
 
+@pytest.mark.optimized
 def test_routers_change_nothing_and_a_plan_can_do_without():
     batch, found = make_batch(), []
     for without in ((), ("router",)):

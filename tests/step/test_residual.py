@@ -296,6 +296,7 @@ def test_positions_that_are_not_those_of_the_loss_are_missing_by_name():
     assert "pj.Loss(valid=...)" in missing["residual/block[0]/attn"]
 
 
+@pytest.mark.optimized
 def test_a_plan_can_do_without_and_training_is_the_same():
     batch, found = make_batch(), {}
     for without in ((), ("residual",)):

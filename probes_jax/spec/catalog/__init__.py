@@ -1,6 +1,6 @@
 """All metrics, one module a family. Docs, `probes metrics`, writer metadata and dashboards come from here."""
 
-from probes_jax.spec.catalog import gradient, loss, optimizer, residual, router, system, tensor
+from probes_jax.spec.catalog import attention, gradient, loss, optimizer, residual, router, system, tensor
 from probes_jax.spec.registry import Registry
 
 REGISTRY = Registry(
@@ -10,6 +10,7 @@ REGISTRY = Registry(
         *tensor.METRICS,
         *residual.METRICS,
         *router.METRICS,
+        *attention.METRICS,
         *optimizer.METRICS,
         *system.METRICS,
     ]

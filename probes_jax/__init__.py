@@ -43,6 +43,7 @@ _HOMES = {
     "chain": "probes_jax.observe.chain",
     "find_divergence": "probes_jax.step.divergence",
     "inspect": "probes_jax.cost.inspection",
+    "layerwise_learning_rates": "probes_jax.observe.layerwise",
     "monitored_train_step": "probes_jax.step.train",
     "observe": "probes_jax.observe",
     "observe_routing": "probes_jax.observe.named",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from probes_jax.host.verdict import GuardStopped as GuardStopped
     from probes_jax.host.writers.event import EventWriter as EventWriter
     from probes_jax.observe.chain import chain as chain
+    from probes_jax.observe.layerwise import layerwise_learning_rates as layerwise_learning_rates
     from probes_jax.observe.named import observe as observe
     from probes_jax.observe.named import observe_routing as observe_routing
     from probes_jax.observe.rngs import Rngs as Rngs

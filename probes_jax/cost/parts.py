@@ -8,6 +8,13 @@ import re
 from probes_jax.observe.chosen import means
 from probes_jax.spec.plan import FAMILIES, Plan
 
+_ROWS = {  # the names that tell of a family, where they are not `<family>/<path>/{stat}`
+    "param": "param/.*{stat}",
+    "logits": "logits/.*{stat}",
+    "second_moment": "opt/second_moment/",
+    "noise": "grad/microbatch_norm",
+}
+
 
 def parts_of(by: str | None, plan: Plan, names: list[str], points: str) -> dict[str, Plan]:
     """The plan without one part, for each part that one of these names is of.
@@ -27,7 +34,7 @@ def parts_of(by: str | None, plan: Plan, names: list[str], points: str) -> dict[
         ['block[*]/mlp']
     """
     if by == "family":
-        rows = {f: rf"{f}/.*{{stat}}" if f in ("param", "logits") else rf"{f}/.+/{{stat}}" for f in FAMILIES}
+        rows = {f: _ROWS.get(f, rf"{f}/.+/{{stat}}") for f in FAMILIES}
         found = [family for family, row in rows.items() if any(re.match(row, name) for name in names)]
         return {family: dataclasses.replace(plan, without=(*plan.without, family)) for family in found}
     if by == "point":

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from probes_jax.observe.collect import collecting, run_stage
 from probes_jax.observe.stage import Stage, Transformation, ignores_scale, is_scaling, scale_factor
 
 NO_RATE = -1.0  # a learning rate is an absolute value; NaN would stop a run under jax_debug_nans
@@ -89,11 +90,12 @@ def chain(*stages: tuple[str, Transformation]) -> Chain:
     ) -> tuple[optax.Updates, ChainState]:
         _check_state(state, names)
         # Before the stages run: the count that this update's schedule sees.
-        factors = [jnp.abs(scale_factor(named[index], state.stages[index], extra_args)) for index in scalings]
+        with collecting(None):  # a chain inside of a stage that is only asked for its factor
+            factors = [jnp.abs(scale_factor(named[index], state.stages[index], extra_args)) for index in scalings]
         rate = None if state.learning_rate is None else math.prod(factors[1:], start=factors[0])
         after = []
         for stage, inner in zip(named, state.stages, strict=True):
-            updates, inner = stage.update(updates, inner, params, **extra_args)
+            updates, inner = run_stage(stage, updates, inner, params, extra_args)
             after.append(inner)
         return updates, ChainState(state.stamp + jnp.uint32(1), rate, tuple(after))
 

@@ -56,10 +56,8 @@ def name_modalities(rows: dict[str, Summary], names: tuple[str, ...]) -> list[Me
     return out
 
 
-def scale_ratios(
-    total: jax.Array, weight: jax.Array, names: tuple[str, ...]
-) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """gamma of each modality but the first, which is the text.
+def scale_ratios(total: jax.Array, weight: jax.Array, names: tuple[str, ...]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Gamma of each modality but the first, which is the text.
 
     Args:
         total: Merged leaves of the scales, float32 `[modalities]`.

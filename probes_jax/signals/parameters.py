@@ -13,13 +13,14 @@ from probes_jax.signals.measured import Measured, measured
 from probes_jax.spec.summary import LOSSES
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.manual import differing
-from probes_jax.stats.moments import summarize_magnitude, summarize_norm
+from probes_jax.stats.moments import summarize_magnitude, summarize_norm, summarize_update
 from probes_jax.stats.partial import WHOLE, Split, cut
 from probes_jax.stats.precision import summarize_magnitude_precisely
-from probes_jax.stats.summary import Summary
+from probes_jax.stats.summary import Summary, is_summary
 from probes_jax.stats.types import stated
 
 Role = Literal["embedding", "other", "frozen"]
+ENCODER = "media/encoder_gradient"
 GRADIENT_STATS = ("norm", "abs_mean", "abs_max", "finite_abs_max", "zero_fraction", "nan_count", "inf_count")
 
 
@@ -33,6 +34,7 @@ class ParameterInfo:
         split: How the mesh shards it.
         embedding: Whether its zero fraction is reported apart.
         frozen: Whether the optimizer never moves it.
+        encoder: Whether it belongs to the encoder of another modality.
     """
 
     names: tuple[str, ...]
@@ -40,6 +42,7 @@ class ParameterInfo:
     split: Split = WHOLE
     embedding: bool = False
     frozen: bool = False
+    encoder: bool = False
 
     @property
     def role(self) -> Role:
@@ -51,25 +54,26 @@ _SMALL = 2**16  # elements; smaller tensors cost more as reductions of their own
 
 Tensors = Mapping[Any, jax.Array]  # by the key of the ParameterInfo
 Infos = Mapping[Any, ParameterInfo]
-Summarize = Callable[..., Summary]  # (array, split)
+Summarize = Callable[..., Any]  # (*arrays, split) -> pytree of Summary
 
 
-def _by_layer(summarize: Summarize, x: jax.Array, info: ParameterInfo) -> Summary:
-    """Rows of one tensor, with a leading stack axis for each axis that stacks layers."""
+def summarize_layers(summarize: Summarize, info: ParameterInfo, *arrays: jax.Array) -> Any:
+    """Rows of one tensor, or of several like it, with a leading stack axis for each axis that stacks layers."""
     axis = info.stack_axis
     axes = () if axis is None else (axis,) if isinstance(axis, int) else axis
 
-    def by_layer(x: jax.Array, split: Split, axes: tuple[int, ...] = axes) -> Summary:
+    def by_layer(*arrays: jax.Array, split: Split, axes: tuple[int, ...] = axes) -> Any:
         if not axes:
-            return summarize(x, split)
+            return summarize(*arrays, split=split)
         outer, *inner = axes
         rest = Split(split.dims[:outer] + split.dims[outer + 1 :], split.sizes)
         left = tuple(axis - (axis > outer) for axis in inner)
-        rows = jax.vmap(lambda layer: by_layer(layer, rest, left), in_axes=outer)(x)
+        rows = jax.vmap(lambda *layer: by_layer(*layer, split=rest, axes=left), in_axes=outer)(*arrays)
         group = split.dims[outer] if outer < len(split.dims) and not inner else ()
-        return rows.with_own_layers(tuple((axis, dict(split.sizes)[axis]) for axis in group))
+        own = tuple((axis, dict(split.sizes)[axis]) for axis in group)
+        return jax.tree.map(lambda of_layer: of_layer.with_own_layers(own), rows, is_leaf=is_summary)
 
-    return summarize_where_it_lies(by_layer, info.split, x)
+    return summarize_where_it_lies(by_layer, info.split, *arrays)
 
 
 def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, list[Summary]]:
@@ -93,14 +97,19 @@ def _totals(summarize: Summarize, tensors: Tensors, infos: Infos) -> dict[Role, 
 
 def _rows(summarize: Summarize, tensors: Tensors, infos: Infos) -> tuple[dict[Any, Summary], dict[Role, list[Summary]]]:
     """Each tensor's rows, and the totals that they merge to."""
-    rows = {key: _by_layer(summarize, tensors[key], info) for key, info in infos.items()}
+    rows = {key: summarize_layers(summarize, info, tensors[key]) for key, info in infos.items()}
     found: dict[Role, list[Summary]] = {}
     for key, info in infos.items():
-        total = rows[key].narrowed(rows[key].kind.removeprefix("precise_"))
-        while total.stack_shape():
-            total = total.collapse(0)
-        found.setdefault(info.role, []).append(total.carried())
+        whole = rows[key].narrowed(rows[key].kind.removeprefix("precise_"))
+        found.setdefault(info.role, []).append(of_all_layers(whole))
     return rows, found
+
+
+def of_all_layers(rows: Summary) -> Summary:
+    """The summary of all layers of a stack together."""
+    while rows.stack_shape():
+        rows = rows.collapse(0)
+    return rows.carried()
 
 
 def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool, precision: bool = False) -> list[Measured]:
@@ -128,6 +137,26 @@ def measure_gradients(gradients: Tensors, infos: Infos, *, layers: bool, precisi
     return out
 
 
+def measure_squares(gradients: Tensors, infos: Infos) -> tuple[Summary, ...]:
+    """`norm` rows of the gradients of all parameters that move together, one for each way in which they are sharded.
+
+    Each tensor by itself: how the compiler lays a gradient inside of a loop is not known, and to join them moves some.
+    """
+    moved = {key: info for key, info in infos.items() if not info.frozen}
+    rows = [summarize_where_it_lies(summarize_norm, info.split, gradients[key]) for key, info in moved.items()]
+    return measured("square", *rows).parts
+
+
+def measure_encoder(gradients: Tensors, infos: Infos) -> list[Measured]:
+    """The gradient of the encoder's parameters together, to be read in the graph; nothing without an encoder."""
+    rows = [
+        of_all_layers(summarize_layers(summarize_norm, info, gradients[key]))
+        for key, info in infos.items()
+        if info.encoder and not info.frozen
+    ]
+    return [measured(ENCODER, *rows, hidden=True)] if rows else []
+
+
 def measure_norms(family: str, tensors: Tensors, infos: Infos, *, layers: bool) -> list[Measured]:
     """Entries of the norms of `param` or `update`: the total, and with `layers` each layer's own."""
     rows = {}
@@ -139,6 +168,33 @@ def measure_norms(family: str, tensors: Tensors, infos: Infos, *, layers: bool) 
     for key, row in rows.items():
         out.append(measured(tuple(f"{family}/{name}/{{stat}}" for name in infos[key].names), row))
     return out
+
+
+def measure_updates(applied: Tensors, requested: Tensors, infos: Infos, skip: jax.Array | None) -> list[Measured]:
+    """Norms as `measure_norms` has them, and how much of each update was lost in rounding, from one pass.
+
+    Args:
+        applied: From `subtract`.
+        requested: What the optimizer asked for.
+        infos: What is known of each tensor.
+        skip: Whether the update was left out, bool scalar or None: then nothing was lost in rounding.
+    """
+    rows = {key: summarize_layers(summarize_update, info, applied[key], requested[key]) for key, info in infos.items()}
+    if skip is not None:
+        for of_tensor in rows.values():
+            of_tensor["noop"] = _unless(skip, of_tensor["noop"])
+    norms, noops = ({key: of_tensor[what] for key, of_tensor in rows.items()} for what in ("norm", "noop"))
+    out = [measured("update/{stat}", *map(of_all_layers, norms.values()))]
+    out += [measured(tuple(f"update/{name}/{{stat}}" for name in infos[key].names), norms[key]) for key in infos]
+    out.append(measured("update/noop_fraction", *map(of_all_layers, noops.values())))
+    for key, info in infos.items():
+        out.append(measured(tuple(f"update/{name}/noop_fraction" for name in info.names), noops[key]))
+    return out
+
+
+def _unless(skip: jax.Array, rows: Summary) -> Summary:
+    """The summary of nothing where `skip` is true."""
+    return jax.tree.map(lambda nothing, found: jnp.where(skip, nothing, found), rows.identity(), rows)
 
 
 def subtract(new: Tensors, old: Tensors) -> dict[Any, jax.Array]:

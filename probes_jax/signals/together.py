@@ -24,7 +24,9 @@ def find_groups(tensors: Tensors, infos: Infos) -> Groups:
     for key, info in infos.items():
         x = tensors[key]
         small = 0 < x.size <= _SMALL and info.split == WHOLE and not differing(x) and stated(x) is None
-        same = (x.shape, x.dtype, info.stack_axis, info.embedding, info.frozen) if small else ("alone", key)
+        same = (
+            (x.shape, x.dtype, info.stack_axis, info.embedding, info.frozen, info.encoder) if small else ("alone", key)
+        )
         alike.setdefault(same, []).append(key)
     return tuple(map(tuple, alike.values()))
 
@@ -44,8 +46,10 @@ def join_infos(infos: Infos, groups: Groups) -> dict[Any, Any]:
     return found
 
 
-def join_tensors(tensors: Mapping[Any, jax.Array], groups: Groups) -> dict[Any, jax.Array]:
-    """The tensors in the order and by the keys of `join_infos`."""
+def join_tensors(tensors: Mapping[Any, jax.Array], groups: Groups | None) -> Mapping[Any, jax.Array]:
+    """The tensors in the order and by the keys of `join_infos`; as they are without groups."""
+    if groups is None:
+        return tensors
     return {
         keys[0] if len(keys) == 1 else keys: tensors[keys[0]]
         if len(keys) == 1

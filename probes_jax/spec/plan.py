@@ -36,7 +36,7 @@ class Guard:
             )
 
 
-FAMILIES = (
+FAMILIES = (  # what a plan can do without
     "act",
     "grad_act",
     "grad",
@@ -47,7 +47,9 @@ FAMILIES = (
     "router",
     "attention",
     "replica",
-)  # what a plan can do without
+    "second_moment",
+    "noise",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Plan:
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
             update ratios), `logits`, `residual` (what each branch does to the residual stream), `router` (balance of
             experts), `attention` (largest logit and entropy), `replica` (whether the copies of a tensor on several
-            devices are the same).
+            devices are the same), `second_moment` (the spread of the optimizer's), `noise` (the gradient noise scale).
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
         feature_axes: Mesh axes that shard the features of activations. None: found from the parameters' shardings. A
@@ -92,6 +94,7 @@ class Plan:
             not tell.
         unit: What one element of `Loss.nll` is, in the singular: "token", "example", "pixel". Tables say it where
             they give units; the names of metrics stay.
+        stages: In steps that scan, measure what each named stage of `pj.chain` makes of the gradient.
     """
 
     groups: tuple[str, ...] = ()
@@ -117,6 +120,7 @@ class Plan:
     top_k: int | None = None
     expert_shards: int | None = None
     unit: str = "token"
+    stages: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -138,6 +142,7 @@ class Plan:
         check.flag("Plan skip_empty", self.skip_empty)
         check.flag("Plan precision", self.precision)
         check.flag("Plan backward", self.backward)
+        check.flag("Plan stages", self.stages)
         check.pattern("Plan embeddings", self.embeddings)
         if self.encoder is not None:
             check.pattern("Plan encoder", self.encoder)

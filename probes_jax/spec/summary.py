@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from probes_jax.spec import sketch
+from probes_jax.spec import orders, sketch
 
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # stat -> (float64 values [rows], present [rows])
 
@@ -191,6 +191,21 @@ def _norm(leaves: Mapping[str, np.ndarray]) -> Columns:
     return {"norm": (np.sqrt(_wide(leaves["sum_sq"])), seen)}
 
 
+def _fraction(leaves: Mapping[str, np.ndarray]) -> Columns:
+    part, whole = (decode_count(leaves[key]) for key in ("part", "whole"))
+    return {"": (_divide(part, whole), whole > 0)}
+
+
+def _direction(leaves: Mapping[str, np.ndarray]) -> Columns:
+    square, raw, dot = (_wide(leaves[key]) for key in ("sum_sq", "raw_sq", "dot"))
+    nan, inf = (decode_count(leaves[key]) for key in ("nan", "inf"))
+    finite = _wide(leaves["abs_max"])
+    largest, seen = _worst(finite, nan, inf), np.asarray(leaves["parts"]) > 0
+    length = np.sqrt(square) * np.sqrt(raw)
+    cosine = np.clip(_divide(dot, length), -1.0, 1.0)
+    return {"norm": (np.sqrt(square), seen), "abs_max": (largest, seen), "cosine": (cosine, seen & (length != 0))}
+
+
 def _mean(leaves: Mapping[str, np.ndarray]) -> Columns:
     weight = _wide(leaves["weight"])
     return {"": (_divide(_wide(leaves["total"]), weight), (weight > 0) | np.isnan(weight))}
@@ -226,6 +241,17 @@ def _spread(leaves: Mapping[str, np.ndarray]) -> Columns:
 def _sketch(leaves: Mapping[str, np.ndarray]) -> Columns:
     seen = _wide(leaves["buckets"]).sum(axis=-1) > 0
     return {name: (value, seen) for name, value in sketch.quantiles(leaves["buckets"]).items()}
+
+
+def _orders(leaves: Mapping[str, np.ndarray]) -> Columns:
+    count, zeros, nan, inf = (decode_count(leaves[key]) for key in ("count", "zeros", "nan", "inf"))
+    highest = _worst(_wide(leaves["abs_max"]), nan, inf)
+    return {"max": (highest, count > 0), "zero_fraction": (_divide(zeros, count), count > 0)}
+
+
+def _histogram(leaves: Mapping[str, np.ndarray]) -> Columns:
+    number = _wide(leaves["buckets"]).sum(axis=-1)
+    return {"": (number, number > 0)}
 
 
 ABSENT_BITS = 0x7FC0AB5E  # a quiet NaN with a payload no arithmetic produces: "no measurement", not "measured NaN"
@@ -275,6 +301,19 @@ KINDS: dict[str, SummaryKind] = {
         _kind("precise_magnitude", (*_COUNTS, *_LOST, *_MAGNITUDE), lambda x: _magnitude(x) | _losses(x)),
         # A norm only.
         _kind("norm", (_sum("parts"), _sum("sum_sq", 2)), _norm),
+        # A tensor beside another one of its shape, a gradient: size, and the angle between the two.
+        _kind(
+            "direction",
+            (
+                *(_count(n) for n in ("nan", "inf")),
+                _sum("parts"),
+                *(_sum(n, 2) for n in ("sum_sq", "raw_sq", "dot")),
+                _max("abs_max"),
+            ),
+            _direction,
+        ),
+        # A count over another; absent where that is zero.
+        _kind("fraction", (_count("part"), _count("whole")), _fraction),
         # A weighted mean: reduced numerator over reduced denominator; absent without weight.
         _kind("mean", (_sum("total", 1), _sum("weight")), _mean),
         # An exact count; zero is a measurement.
@@ -287,6 +326,9 @@ KINDS: dict[str, SummaryKind] = {
         _kind("sketch", (Leaf("buckets", Reduce.SUM, sketch.SIZE),), _sketch),
         # Whether the copies of a tensor differ: their weighted checksums do not add up to 0 mod 2^32 (`step.replica`).
         _kind("copies", (_count("balance"), _sum("parts")), _copies),
+        # Maximum and zeros of a tensor, beside the counts by exponent that its quantiles are read from in the graph.
+        _kind("orders", (*_COUNTS, _max("abs_max")), _orders),
+        _kind("histogram", (Leaf("buckets", Reduce.SUM, orders.SIZE),), _histogram),
         # A float32 computed in the graph from merged leaves; may be absent.
         _kind("scalar", (Leaf("bits", Reduce.RAW),), _scalar),
         # A 64-bit counter as two 32-bit words, low word first.

@@ -28,6 +28,7 @@ from probes_jax.stats.manual import differing, spread
 from probes_jax.stats.partial import Partial
 
 Values = dict[str, jax.Array]
+Beside = tuple[jax.Array, ...]
 
 _TINY = 2**13  # elements of a part; up to this, one reduction of many operands is as fast, and compiles faster
 _SMALL = 2**16  # elements of a part; below this the plain form is as good
@@ -51,35 +52,40 @@ class How(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """One statistic: `map` takes float32 `[*rows, ...]` to an array of the same shape, `how` reduces it."""
+    """One statistic: `map` takes float32 `[*rows, ...]`, one of each array, to an array of the same shape.
+
+    `how` reduces it.
+    """
 
     how: How
-    map: Callable[[jax.Array], jax.Array]
+    map: Callable[..., jax.Array]
 
 
-def fold(part: Partial, folds: Mapping[str, Fold]) -> Values:
+def fold(part: Partial, folds: Mapping[str, Fold], *beside: jax.Array) -> Values:
     """Reduces every part over its inner axes, once for each statistic.
 
     Args:
         part: An array of any real dtype, cut into rows `[*rows, *inner]`.
         folds: Statistics by name. Their maps must be elementwise along the inner axes, and may broadcast values of
             shape `[*rows, 1, ...]`.
+        *beside: More arrays cut the same way, which the maps get behind the first.
 
     Returns:
         float32 `[*rows]` for sums and maxima, limbs `[*rows, 4]` for counts.
     """
     size = part.part_size
     if not part.inner or not 0 < size < _WORD:
-        return _apart(part, folds)
+        return _apart(part, folds, beside)
     if size <= _TINY:
-        return _together(part, folds)
+        return _together(part, folds, beside)
     block = _block_shape(part.array.shape[len(part.axes) :])
 
-    def on(form: Callable[..., Values], *settings: Any) -> Callable[[jax.Array], Values]:
-        return lambda x: form(Partial(x, part.axes), folds, *settings)
+    def on(form: Callable[..., Values], *settings: Any) -> Callable[..., Values]:
+        return lambda x, *beside: form(Partial(x, part.axes), folds, beside, *settings)
 
     return jax.lax.platform_dependent(
         part.array,
+        *beside,
         cpu=on(_apart) if block is None else on(_loop, *block),
         cuda=on(_together),
         rocm=on(_together),
@@ -87,27 +93,31 @@ def fold(part: Partial, folds: Mapping[str, Fold]) -> Values:
     )
 
 
-def _apart(part: Partial, folds: Mapping[str, Fold]) -> Values:
+def _widened(part: Partial, beside: Beside) -> list[jax.Array]:
+    return [x.astype(jnp.float32) for x in (part.array, *beside)]
+
+
+def _apart(part: Partial, folds: Mapping[str, Fold], beside: Beside = ()) -> Values:
     """A reduction for each statistic."""
-    x = part.array.astype(jnp.float32)
+    xs = _widened(part, beside)
     few = part.part_size <= FLOAT_ONES  # float additions vectorize better than integer ones
     reduce = {
         How.SUM: lambda y: jnp.sum(y, axis=part.inner),
         How.COUNT: lambda y: jnp.sum(y.astype(jnp.float32), axis=part.inner) if few else count_true(y, part.inner),
         How.MAX: lambda y: jnp.max(y, axis=part.inner, initial=-jnp.inf),
     }
-    found = {name: reduce[f.how](f.map(x)) for name, f in folds.items()}
+    found = {name: reduce[f.how](f.map(*xs)) for name, f in folds.items()}
     return _encode_counts(found, folds) if few else found
 
 
-def _together(part: Partial, folds: Mapping[str, Fold]) -> Values:
+def _together(part: Partial, folds: Mapping[str, Fold], beside: Beside = ()) -> Values:
     """All statistics by one reduction with an operand for each."""
-    x = part.array.astype(jnp.float32)
+    xs = _widened(part, beside)
     ones = jnp.float32 if part.part_size <= FLOAT_ONES else jnp.uint32
     kinds = {How.SUM: jnp.float32, How.COUNT: ones, How.MAX: jnp.float32}
     starts = {How.SUM: 0, How.COUNT: 0, How.MAX: -jnp.inf}
     found = jax.lax.reduce(
-        {name: f.map(x).astype(kinds[f.how]) for name, f in folds.items()},
+        {name: f.map(*xs).astype(kinds[f.how]) for name, f in folds.items()},
         {name: np.asarray(starts[f.how], kinds[f.how]) for name, f in folds.items()},
         lambda a, b: _join(folds, a, b),
         part.inner,
@@ -157,27 +167,29 @@ def _block_shape(inner: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
     return size // math.prod(found), found
 
 
-def _loop(part: Partial, folds: Mapping[str, Fold], steps: int, block: tuple[int, ...]) -> Values:
+def _loop(part: Partial, folds: Mapping[str, Fold], beside: Beside, steps: int, block: tuple[int, ...]) -> Values:
     rows = len(part.axes)
-    x = jnp.reshape(part.array, (*part.array.shape[:rows], steps, *block))
+    xs = tuple(jnp.reshape(x, (*x.shape[:rows], steps, *block)) for x in (part.array, *beside))
+    narrow = any(x.dtype.itemsize < 4 for x in xs)
     unroll = _UNROLL if steps >= _MANY and steps % _UNROLL == 0 else 1
 
     def read(index: jax.Array) -> Values:
         # Behind the barrier, XLA cannot convert all of a bfloat16 array before the loop (nor gather it, where it must).
-        array, index = jax.lax.optimization_barrier((x, index)) if x.dtype.itemsize < 4 else (x, index)
-        found = [of_block(array, index * unroll + k) for k in range(unroll)]
+        arrays, index = jax.lax.optimization_barrier((xs, index)) if narrow else (xs, index)
+        found = [of_block(arrays, index * unroll + k) for k in range(unroll)]
         while len(found) > 1:
             found = [_join(folds, a, b) for a, b in zip(found[::2], found[1::2])]
         return found[0]
 
-    def of_block(array: jax.Array, index: jax.Array) -> Values:
+    def of_block(arrays: Beside, index: jax.Array) -> Values:
         # A slice for each block: one slice of several would be a function of its own, which is not vectorized.
-        here = jax.lax.dynamic_index_in_dim(array, index, axis=rows, keepdims=False).astype(jnp.float32)
-        return _pack({name: f.map(here) for name, f in folds.items()}, folds)
+        slices = [jax.lax.dynamic_index_in_dim(x, index, axis=rows, keepdims=False) for x in arrays]
+        here = [x.astype(jnp.float32) for x in slices]
+        return _pack({name: f.map(*here) for name, f in folds.items()}, folds)
 
-    shape = (*x.shape[:rows], *block)
+    shape = (*part.rows, *block)
     start = {How.SUM: np.float32(0), How.COUNT: np.uint32(0), How.MAX: np.float32(-np.inf)}
-    nothing = {n: spread(jnp.full(shape, start[folds[n].how]), differing(x)) for n in jax.eval_shape(read, 0)}
+    nothing = {n: spread(jnp.full(shape, start[folds[n].how]), differing(*xs)) for n in jax.eval_shape(read, 0)}
     axes = tuple(range(rows, rows + len(block)))
     found = _unpack(_accumulate(read, functools.partial(_join, folds), nothing, steps // unroll), folds)
     reduced = {n: (jnp.max if folds[n].how is How.MAX else jnp.sum)(found[n], axis=axes) for n in folds}

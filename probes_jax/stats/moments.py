@@ -146,6 +146,46 @@ def summarize_norm(x: jax.Array, split: Split = WHOLE) -> Summary:
 
 
 @_once_a_shape
+def summarize_update(applied: jax.Array, requested: jax.Array, split: Split = WHOLE) -> dict[str, Summary]:
+    """Sum of squares of the update that was applied, and how much of the requested one changed nothing.
+
+    Args:
+        applied: `w_new - w_old` in the parameter's dtype, or that in float32.
+        requested: What the optimizer asked for, of the same shape.
+        split: How the mesh shards both.
+
+    Returns:
+        `norm` rows, and `noop` rows of kind `fraction`: elements with `requested != 0` and `applied == 0`, over those
+        with `requested != 0`.
+    """
+    part, asked = _cut(applied, split), _cut(requested, split)
+    folds = {
+        "sum_sq": Fold(How.SUM, lambda dw, u: jnp.square(dw)),
+        "part": Fold(How.COUNT, lambda dw, u: (u != 0) & (dw == 0)),
+        "whole": Fold(How.COUNT, lambda dw, u: u != 0),
+    }
+    found = fold(part, folds, asked.array)
+    norm = {"parts": _constant(part, (), 1.0), "sum_sq": found.pop("sum_sq")}
+    return {"norm": Summary.of(norm, "norm", part.axes), "noop": Summary.of(found, "fraction", part.axes)}
+
+
+@_once_a_shape
+def summarize_direction(x: jax.Array, raw: jax.Array, split: Split = WHOLE) -> Summary:
+    """Size of `x`, and the angle between it and `raw`, of the same shape. `direction` rows."""
+    part, beside = _cut(x, split), _cut(raw, split)
+    folds = {
+        "nan": Fold(How.COUNT, lambda x, raw: jnp.isnan(x)),
+        "inf": Fold(How.COUNT, lambda x, raw: jnp.isinf(x)),
+        "sum_sq": Fold(How.SUM, lambda x, raw: jnp.square(x)),
+        "raw_sq": Fold(How.SUM, lambda x, raw: jnp.square(raw)),
+        "dot": Fold(How.SUM, lambda x, raw: x * raw),
+        "abs_max": Fold(How.MAX, lambda x, raw: jnp.where(jnp.isfinite(x), jnp.abs(x), -jnp.inf)),
+    }
+    leaves = {"parts": _constant(part, (), 1.0), **fold(part, folds, beside.array)}
+    return Summary.of(leaves, "direction", part.axes)
+
+
+@_once_a_shape
 def summarize_extreme(x: jax.Array, split: Split = WHOLE) -> Summary:
     """Absolute maximum with NaN and inf counts. `extreme` rows."""
     part = _cut(x, split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,11 +12,14 @@ import jax.numpy as jnp
 
 from probes_jax.observe.point import Point
 from probes_jax.observe.record import slots_like
+from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.stats.manual import add_up
 from probes_jax.stats.summary import Summary, is_summary
 from probes_jax.stats.types import filled, in_automatic_mode, types_of
 from probes_jax.step.loss_scale import unscale
+from probes_jax.step.noise import KEY, UNWEIGHED, noise_of
 from probes_jax.step.objective import Notes, Objective, Part
+from probes_jax.step.select import Path
 
 Key = jax.Array
 
@@ -51,6 +54,7 @@ def accumulate(
     scale: jax.Array | None,
     microbatches: int,
     notes: Notes,
+    infos: Mapping[Path, ParameterInfo],
 ) -> tuple[jax.Array, Any, Part]:
     """Value and gradient of the whole batch's mean loss, unscaled, and everything measured, merged.
 
@@ -64,6 +68,7 @@ def accumulate(
         scale: Loss scale, or None.
         microbatches: K; axis 0 is split into K parts.
         notes: Filled with what tracing finds out.
+        infos: What is known of each trained parameter.
 
     Returns:
         The loss (float32, 0-d), its gradients in the parameters' dtype, and the merged parts. Without a valid token
@@ -83,6 +88,7 @@ def accumulate(
             factor / (notes.tokens * microbatches)
         ), part  # a gradient of the size of the mean's, in float16
 
+    noise = noise_of(objective, infos, microbatches, notes)
     if microbatches == 1:
         key = jax.random.fold_in(key, 0)
         slots = _slots(objective, summed, params, state, batch, key)
@@ -98,7 +104,14 @@ def accumulate(
     parts = _split(batch, microbatches, objective.partition.shards)
     first = jax.tree.map(lambda x: x[0], parts)
     slots = _slots(objective, summed, params, state, first, key)
-    differentiate = jax.value_and_grad(summed, (0, 1), has_aux=True)
+    value_and_grad = jax.value_and_grad(summed, (0, 1), has_aux=True)
+
+    def differentiate(*args: Any) -> Any:
+        (total, part), (gradients, taps) = value_and_grad(*args)
+        if noise is not None and "tokens" in part.rows:
+            part = dataclasses.replace(part, noise=noise(gradients, part.weight))
+        return (total, part), (gradients, taps)
+
     shapes = types_of(differentiate, params, slots, state, first, key)
     sums = jax.tree.map(lambda x: filled(x, 0.0), (shapes[0][0], shapes[1][0]))
     carry = sums, _identity(slots), _nothing(shapes[0][1], state)
@@ -121,6 +134,10 @@ def accumulate(
     divide = jnp.where(some, 1.0 / (jnp.where(some, weight, 1.0) * factor), 0.0)
     gradients = jax.tree.map(lambda g, p: (g * divide).astype(p.dtype), gradients, params)
     part = dataclasses.replace(part, aux=aux)
+    if part.noise is not None:
+        part = dataclasses.replace(part, noise=part.noise.scaled(divide * jnp.sqrt(weight)))
+    elif noise is not None:
+        notes.missing[KEY] = UNWEIGHED
     return total * divide, gradients, _with_backward(part, _backward(notes, taps), divide)
 
 
@@ -152,5 +169,6 @@ def _nothing(shape: Part, state: Any) -> Part:
     """The part of no microbatch: merging it changes nothing."""
     kept = (shape.rows, shape.points, shape.extra, shape.tokens, shape.loads)
     rows, points, extra, tokens, loads = map(_identity, kept)
+    noise = None if shape.noise is None else shape.noise.identity()
     nothing = filled(shape.weight, 0.0)
-    return Part(nothing, rows, points, extra, state, None, shape.names, tokens=tokens, loads=loads)
+    return Part(nothing, rows, points, extra, state, None, shape.names, tokens=tokens, loads=loads, noise=noise)

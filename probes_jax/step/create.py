@@ -212,6 +212,7 @@ def describe(
             split=partition.parameter(leaf),
             embedding=re.search(plan.embeddings, "/".join(map(str, path))) is not None,
             frozen=bool(never[path]),
+            encoder=plan.encoder is not None and re.search(plan.encoder, "/".join(map(str, path))) is not None,
         )
         for path, leaf in leaves.items()
     }

@@ -12,23 +12,24 @@ from probes_jax.observe.clip import clip_threshold, clipped
 from probes_jax.observe.held_back import held_back
 from probes_jax.observe.learning_rate import learning_rates
 from probes_jax.observe.roles import role_of
-from probes_jax.signals.experts import find_expert_shards
 from probes_jax.signals.logits import name_logits
 from probes_jax.signals.loss import name_loss
-from probes_jax.signals.modality import SCALE, name_modalities, scale_ratios
 from probes_jax.signals.measured import Measured, measured
-from probes_jax.signals.parameters import measure_gradients, measure_norms, subtract
+from probes_jax.signals.modality import name_modalities
+from probes_jax.signals.parameters import measure_encoder, measure_gradients, measure_norms, measure_updates, subtract
+from probes_jax.signals.together import find_groups, join_infos, join_tensors
 from probes_jax.signals.tokens import name_spread
 from probes_jax.spec.coverage import Coverage, SeenPoint
-from probes_jax.stats.shape import kurtosis
-from probes_jax.stats.sketch import sketched
+from probes_jax.step.in_graph import read_in_graph
 from probes_jax.step.loss_scale import update_loss_scale
 from probes_jax.step.monitor import MonitorState
+from probes_jax.step.noise import name_noise, watch_noise
 from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Counters, Scalars, pack_report
-from probes_jax.step.reduce import Reduced, reduce_measured
+from probes_jax.step.reduce import reduce_measured
 from probes_jax.step.replica import measure_copies
 from probes_jax.step.report import Report
+from probes_jax.step.second_moment import NONE, find_second_moments, measure_second_moments, name_orders
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
 from probes_jax.step.update import Core
@@ -54,12 +55,13 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
     items += [item for spread in part.tokens for item in name_spread(spread)]
     items += name_modalities(part.rows, settings.plan.modalities)
     items += [loads.measured() for loads in part.loads]
-    return items + measure_gradients(
-        flatten(gradients),
-        settings.infos,
-        layers=program == "full" and "grad" not in without,
-        precision=settings.plan.precision,
-    )
+    items += name_noise(part.noise)
+    layers, tensors, infos = program == "full" and "grad" not in without, flatten(gradients), settings.infos
+    groups = find_groups(tensors, infos) if layers else None
+    infos = infos if groups is None else join_infos(infos, groups)
+    joined = join_tensors(tensors, groups)
+    items += measure_gradients(joined, infos, layers=layers, precision=settings.plan.precision)
+    return items + (measure_encoder(joined, infos) if program == "full" else [])
 
 
 def decide_early(
@@ -96,6 +98,7 @@ def finish(
     step: jax.Array,
     before: Core,
     after: Core,
+    requested: Any,
     part: Part,
     items: list[Measured],
     notes: Notes,
@@ -110,6 +113,7 @@ def finish(
         step: Number of this step.
         before: State before the update.
         after: State after it.
+        requested: The update that the optimizer asked for, of the parameters' structure; None where it is not known.
         part: What the forward pass left behind, merged over microbatches.
         items: From `measure_before`.
         notes: What tracing found out.
@@ -122,11 +126,23 @@ def finish(
     layers, mesh = program == "full", settings.partition.mesh
     old, new = flatten(before.params), flatten(after.params)
     without = settings.plan.without
+    groups = find_groups(old, settings.infos) if layers else None
+    infos = settings.infos if groups is None else join_infos(settings.infos, groups)
     if "param" not in without:
-        items = items + measure_norms("param", old, settings.infos, layers=layers)
-    items = items + measure_norms(
-        "update", subtract(new, old), settings.infos, layers=layers and "update" not in without
-    )
+        items = items + measure_norms("param", join_tensors(old, groups), infos, layers=layers)
+    applied, each = join_tensors(subtract(new, old), groups), layers and "update" not in without
+    if each and requested is not None:
+        items = items + measure_updates(applied, join_tensors(flatten(requested), groups), infos, skip)
+    else:
+        items = items + measure_norms("update", applied, infos, layers=each)
+    if each and requested is None:
+        notes.missing["update/noop_fraction"] = (
+            "what the optimizer asked for is not known; measure(..., updates=updates)"
+        )
+    if layers and "second_moment" not in without:
+        moments = list(find_second_moments(after.opt_state, old, settings.infos))
+        items = items + measure_second_moments(moments)
+        notes.missing |= {} if moments else {"opt/second_moment": NONE}
     if layers and mesh is not None and not settings.partition.manual and "replica" not in without:
         items = items + measure_copies(before, settings.lies, mesh)
     reduced = reduce_measured(items, program, mesh)
@@ -149,9 +165,10 @@ def finish(
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
-    scalars |= _name_media(settings, part, reduced)
-    scalars |= name_quantiles(reduced) | _name_loads(settings, part, reduced, new, notes, scan=layers)
-    scalars |= name_kurtosis(reduced)
+    scalars |= read_in_graph(settings, part, reduced, new, notes, scan=layers)
+    noise, of_noise = watch_noise(monitor.noise, part.noise, reduced, values.gradient_norm)
+    monitor = monitor._replace(noise=noise)
+    scalars |= name_orders(reduced) | of_noise
     coverage = _coverage(settings, notes, part)
     if layers:
         scalars["sys/monitor/points_seen"] = (jnp.float32(len(coverage.seen)), True)
@@ -160,55 +177,6 @@ def finish(
     if mesh is not None and not settings.partition.manual:
         buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
     return monitor, Report(buffer, layout, coverage, part.aux, settings.plan.fingerprint)
-
-
-def name_quantiles(reduced: Reduced) -> Scalars:
-    """Quantiles of every sketch: a sketch is a thousand numbers, so they are read in the graph."""
-    found: Scalars = {}
-    for entry in reduced.layout.entries[reduced.visible :]:
-        if entry.kind != "sketch":
-            continue
-        buckets = reduced.leaf(entry.key, "buckets")
-        values = sketched(buckets, reduced.leaf(entry.key.removesuffix("sketch") + "{stat}", "max"))
-        for stat, value in values.items():
-            names = tuple(label.removesuffix("sketch") + stat for label in entry.labels)
-            found[names] = (value, buckets.sum(axis=-1) > 0)
-    return found
-
-
-def _name_media(settings: Settings, part: Part, reduced: Reduced) -> Scalars:
-    """Scale of each modality beside the text, and what the encoder has of gradient and parameters."""
-    found: Scalars = {}
-    if "scale" in part.rows:
-        names = settings.plan.modalities
-        total, weight = (reduced.leaf(SCALE.format(names[0]), leaf) for leaf in ("total", "weight"))
-        found |= scale_ratios(total, weight, names)
-    if ENCODER in {entry.key for entry in reduced.layout.entries}:
-        own, whole = (reduced.leaf(key, "sum_sq")[0] for key in (ENCODER, "grad/{stat}"))
-        found["media/encoder_gradient_share"] = (own / jnp.where(whole > 0, whole, 1.0), whole > 0)
-    return found
-
-
-def _name_loads(settings: Settings, part: Part, reduced: Reduced, params: Any, notes: Notes, *, scan: bool) -> Scalars:
-    """Balance of the experts, of loads that are merged over everything."""
-    found: Scalars = {}
-    for loads in part.loads:
-        shards = find_expert_shards(loads.path, loads.experts, params, settings.infos) or settings.plan.expert_shards
-        if shards is None or loads.experts % shards:
-            notes.missing["router/shard_imbalance"] = (
-                f"no parameter beside {'/'.join(loads.path)} is sharded along its {loads.experts} experts; where "
-                "they are sharded otherwise, say into how many shards: pj.Plan(expert_shards=...)"
-            )
-            shards = None
-        limbs = reduced.leaf(loads.measured().entry.key, "count")
-        found |= loads.read(limbs, shards, scan=scan)
-    return found
-
-
-def name_kurtosis(reduced: Reduced) -> Scalars:
-    """Of every entry with central moments."""
-    entries = {entry.key: entry for entry in reduced.layout.entries}
-    return {entries[key].names("kurtosis"): kurtosis(parts) for key, parts in reduced.parts.items()}
 
 
 def _was_clipped(settings: Settings, opt_state: Any, values: Values) -> jax.Array | None:

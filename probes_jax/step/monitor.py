@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from probes_jax.detect.clip_rate import ClipState, init_clip
 from probes_jax.detect.co_spike import CoSpikeState, init_co_spike
 from probes_jax.detect.guard import GuardState, init_guard
+from probes_jax.detect.noise_scale import NoiseState, init_noise
 from probes_jax.detect.window import WindowState, init_window
 from probes_jax.spec.plan import Plan
 from probes_jax.step.loss_scale import LossScale, LossScaleState, init_loss_scale
@@ -29,6 +30,7 @@ class MonitorState(NamedTuple):
     loss_scale: LossScaleState
     tokens: jax.Array  # uint32 [2]: valid tokens so far, low and high word (an int64 would wrap without x64)
     learning_rate_multiplier: jax.Array  # float32; 1 unless a response lowered it
+    noise: NoiseState
 
 
 def init_monitor(plan: Plan, loss_scale: LossScale | None) -> MonitorState:
@@ -42,6 +44,7 @@ def init_monitor(plan: Plan, loss_scale: LossScale | None) -> MonitorState:
         loss_scale=init_loss_scale(loss_scale),
         tokens=jnp.zeros((2,), jnp.uint32),
         learning_rate_multiplier=jnp.float32(1.0),
+        noise=init_noise(),
     )
 
 

@@ -48,7 +48,19 @@ Layers = Mapping[Point, tuple[int, ...]]  # length of each axis of scanned layer
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "rows", "points", "extra", "state", "aux", "raw", "gradients", "tokens", "loads"),
+    data_fields=(
+        "weight",
+        "rows",
+        "points",
+        "extra",
+        "state",
+        "aux",
+        "raw",
+        "gradients",
+        "tokens",
+        "loads",
+        "noise",
+    ),
     meta_fields=("names", "gradient_names", "seen", "missing"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Part:
             loop of the user's, which hands nothing else from the forward pass to `Monitor.measure`.
         tokens: Summaries of what was measured of each token.
         loads: Valid tokens of each expert.
+        noise: What the gradients of microbatches leave for the gradient noise scale (`step.noise.Noise`), or None.
     """
 
     weight: jax.Array
@@ -85,6 +98,7 @@ class Part:
     missing: tuple[tuple[str, str], ...] = ()
     tokens: tuple[Spread, ...] = ()
     loads: tuple[Loads, ...] = ()
+    noise: Any = None
 
     def merge(self, later: Part) -> Part:
         """Both parts together; the state is the later one's."""
@@ -102,6 +116,7 @@ class Part:
             self.names,
             tokens=tuple(mine.merge(theirs) for mine, theirs in zip(self.tokens, later.tokens)),
             loads=tuple(mine.merge(theirs) for mine, theirs in zip(self.loads, later.loads)),
+            noise=None if self.noise is None else self.noise.merge(later.noise),
         )
 
 

@@ -23,6 +23,7 @@ from probes_jax.step.loss import check_loss_fn
 from probes_jax.step.manual import check_place, check_shards, of_all_devices
 from probes_jax.step.measure import finish, measure_before
 from probes_jax.step.monitor import MonitorState, init_monitor
+from probes_jax.step.noise import KEY
 from probes_jax.step.objective import Notes, Objective, Part
 from probes_jax.step.pack import widen
 from probes_jax.step.partition import find_mesh, find_partition
@@ -160,7 +161,16 @@ class Monitor:
         check_batch(batch, microbatches)
         objective, notes = self._objective(scan), Notes()
         loss, gradients, part = accumulate(
-            objective, params, lambda params: params, state, batch, key, None, microbatches, notes
+            objective,
+            params,
+            lambda params: params,
+            state,
+            batch,
+            key,
+            None,
+            microbatches,
+            notes,
+            self.settings.infos,
         )
         partition, infos = self.settings.partition, self.settings.infos
         loss = add_up(loss, partition.apart(loss))
@@ -174,7 +184,15 @@ class Monitor:
         return Objective(s.binding, s.loss_fn, s.plan, s.partition, scan=scan and on, probes=on, routes=s.routes and on)
 
     def measure(
-        self, loss: Any, gradients: Any, params: Any, new_params: Any, opt_state: Any, new_opt_state: Any
+        self,
+        loss: Any,
+        gradients: Any,
+        params: Any,
+        new_params: Any,
+        opt_state: Any,
+        new_opt_state: Any,
+        *,
+        updates: Any = None,
     ) -> tuple[Monitor, Report]:
         """Everything that is known once the update was made, as one report.
 
@@ -188,6 +206,7 @@ class Monitor:
             new_params: Parameters after it.
             opt_state: Optimizer state before the update.
             new_opt_state: Optimizer state after it.
+            updates: What the optimizer asked for; then `update/noop_fraction` says how much of it rounding lost.
 
         Returns:
             The monitor for the next step, and the report to hand to `Recorder.record`. Under `shard_map` both are
@@ -207,7 +226,15 @@ class Monitor:
             items = measure_before(self.settings, program, part, gradients, notes)
             if part.points and not part.gradients and self.settings.plan.backward:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
-            return finish(self.settings, program, step, before, after, part, items, notes, skip=None, guard=None)
+            if program == "full" and self.settings.plan.stages:
+                notes.missing["opt/stage"] = "the stages are seen where pj.monitored_train_step runs the optimizer"
+            if program == "full" and part.noise is None and "noise" not in self.settings.plan.without:
+                notes.missing.setdefault(
+                    KEY, "it takes gradients of microbatches: Monitor.value_and_grad(microbatches=K)"
+                )
+            return finish(
+                self.settings, program, step, before, after, updates, part, items, notes, skip=None, guard=None
+            )
 
         if part.points:
             state, report = run("full")

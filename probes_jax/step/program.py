@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from probes_jax.observe.collect import Collector, collecting
 from probes_jax.spec.layout import Layout
 from probes_jax.step.accumulate import accumulate
 from probes_jax.step.batch import check_batch
@@ -15,6 +16,7 @@ from probes_jax.step.objective import Notes, Objective, Part
 from probes_jax.step.report import Report
 from probes_jax.step.select import join
 from probes_jax.step.settings import Settings
+from probes_jax.step.stages import measure_stages
 from probes_jax.step.update import Core, apply_update, train_only
 
 EMPTY = Layout("off", ())
@@ -40,8 +42,12 @@ def step_program(settings: Settings, program: str, step: jax.Array, core: Core, 
         return after, Report(jnp.zeros((0,), jnp.uint32), EMPTY, aux=part.aux)
     items = measure_before(settings, program, part, gradients, notes)
     skip, guard = decide_early(settings, program, core.monitor, items)
-    after = apply_update(settings, core, value, gradients, part.state, skip)
-    monitor, report = finish(settings, program, step, core, after, part, items, notes, skip, guard)
+    collector = Collector() if program == "full" and settings.plan.stages else None
+    with collecting(collector):
+        after, requested = apply_update(settings, core, value, gradients, part.state, skip)
+    if collector is not None:
+        items = items + measure_stages(settings, collector, gradients, core, after, notes)
+    monitor, report = finish(settings, program, step, core, after, requested, part, items, notes, skip, guard)
     return after._replace(monitor=monitor), report
 
 
@@ -69,4 +75,5 @@ def _differentiate(
         None if settings.loss_scale is None else core.monitor.loss_scale.scale,
         settings.microbatches,
         notes,
+        settings.infos,
     )

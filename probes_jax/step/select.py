@@ -18,12 +18,14 @@ Wrt = str | Callable[[Path, Any], bool] | None
 
 def flatten(tree: Any) -> dict[Path, Any]:
     """Leaves by path, of any pytree: nested dicts, dataclasses, lists, an nnx state. An index is text in a path."""
-    found = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
-            keys = keys[:-1]  # an nnx Variable is a node with its array inside
-        found[tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)] = leaf
-    return found
+    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def path_of(keys: tuple[Any, ...]) -> Path:
+    """The keys of a leaf as JAX has them, as text."""
+    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
+        keys = keys[:-1]  # an nnx Variable is a node with its array inside
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)
 
 
 def unflatten(leaves: dict[Path, Any]) -> dict[Any, Any]:

@@ -31,7 +31,7 @@ def reported_names() -> set[str]:
     def labels(params):
         return {name: "a" if name == "head" else "b" for name in params}
 
-    plan = pj.Plan(groups=GROUPS, guard=pj.Guard(), precision=True)
+    plan = pj.Plan(groups=GROUPS, guard=pj.Guard(), precision=True, stages=True)
     tx = pj.chain(
         ("clip", optax.clip_by_global_norm(1.0)),
         ("sgd", optax.masked(optax.set_to_zero(), lambda params: {k: k == "head" for k in params})),
@@ -39,14 +39,15 @@ def reported_names() -> set[str]:
     )
     state = make_state(plan=plan, tx=tx, loss_fn=loss_fn, loss_scale="dynamic")
     rates = {
-        label: pj.chain(("lr", optax.scale_by_learning_rate(rate))) for label, rate in (("top", 0.1), ("rest", 0.01))
+        label: pj.chain(("adam", optax.scale_by_adam()), ("lr", optax.scale_by_learning_rate(rate)))
+        for label, rate in (("top", 0.1), ("rest", 0.01))
     }
     groups = optax.multi_transform(rates, lambda params: {k: "top" if k == "head" else "rest" for k in params})
     names: set[str] = set()
     for _ in range(2):
         state, report = pj.monitored_train_step(state, make_batch())
         names |= set(decoder_of(report.layout).names)
-    _, report = pj.monitored_train_step(make_state(tx=groups), make_batch())
+    _, report = pj.monitored_train_step(make_state(tx=groups, microbatches=2), make_batch())
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
     names |= names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2), make_batch())

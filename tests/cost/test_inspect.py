@@ -44,7 +44,9 @@ def test_two_collectives_more_and_none_in_a_loop(found):
 @pytest.mark.slow
 def test_every_family_costs_what_the_program_costs_with_it(found):
     full = found.parts["full"]
-    assert set(full) == {"act", "grad_act", "grad", "param", "update", "logits", ALWAYS}
+    assert set(full) - {"residual", "attention", "router"} == {
+        "act", "grad_act", "grad", "param", "update", "logits", "second_moment", ALWAYS
+    }  # fmt: skip
     assert set(found.parts["light"]) == {"param", "logits", ALWAYS}
     assert all(cost.payload > 0 and cost.series > 0 for cost in full.values())
     header = 4 * HEADER  # of the report, which each program has

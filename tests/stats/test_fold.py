@@ -48,7 +48,7 @@ def test_every_form_gives_the_same_values(shape, dtype, small_blocks):
     assert block[0] * np.prod(block[1]) == x.size
     plain = jax.jit(lambda x: fold_module._apart(cut(x, WHOLE), FOLDS))(x)
     others = {
-        "loop": lambda x: fold_module._loop(cut(x, WHOLE), FOLDS, *block),
+        "loop": lambda x: fold_module._loop(cut(x, WHOLE), FOLDS, (), *block),
         "together": lambda x: fold_module._together(cut(x, WHOLE), FOLDS),
     }
     for form in others.values():
@@ -56,6 +56,33 @@ def test_every_form_gives_the_same_values(shape, dtype, small_blocks):
         for name in ("count", "equal", "max"):
             np.testing.assert_array_equal(plain[name], found[name])
         np.testing.assert_allclose(plain["sum"], found["sum"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtypes", [(np.float32, np.float32), (np.float32, ml_dtypes.bfloat16)])
+def test_two_arrays_in_one_pass(dtypes, small_blocks):
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-2, 3, (64, 8)).astype(dtype) for dtype in dtypes)
+    folds = {
+        "sum": Fold(How.SUM, lambda x, y: x * y),
+        "count": Fold(How.COUNT, lambda x, y: x > y),
+        "equal": Fold(How.COUNT, lambda x, y: x == y),
+        "max": Fold(How.MAX, lambda x, y: x - 2 * y),
+    }
+    split = Split((("data",),), (("data", 2),))
+    parts, block = cut(x, split), _block_shape((32, 8))
+    assert block is not None
+    beside = (cut(y, split).array,)
+    a, b = (z.astype(np.float64).reshape(2, -1) for z in (x, y))
+    for found in (
+        fold_module._apart(parts, folds, beside),
+        fold_module._together(parts, folds, beside),
+        fold_module._loop(parts, folds, beside, *block),
+        fold(parts, folds, *beside),
+    ):
+        np.testing.assert_array_equal(found["sum"], (a * b).sum(axis=1))
+        np.testing.assert_array_equal(found["max"], (a - 2 * b).max(axis=1))
+        np.testing.assert_array_equal(decode_count(found["count"]), (a > b).sum(axis=1))
+        np.testing.assert_array_equal(decode_count(found["equal"]), (a == b).sum(axis=1))
 
 
 def test_more_elements_than_a_float_counts_are_counted_in_words(monkeypatch):
@@ -105,7 +132,7 @@ def test_two_counts_in_one_word_do_not_run_into_each_other(value, small_blocks):
     x[17, 2] = 0.5
     steps, block = _block_shape(x.shape) or pytest.fail("the loop was not taken")
     assert (steps, block) == (2**16 - 1, (4,))
-    found = jax.jit(lambda x: fold_module._loop(cut(x, WHOLE), both, steps, block))(x)
+    found = jax.jit(lambda x: fold_module._loop(cut(x, WHOLE), both, (), steps, block))(x)
     assert decode_count(np.asarray(found["count"])) == np.sum(x > 0.5)
     assert decode_count(np.asarray(found["equal"])) == np.sum(x == 0.5)
 

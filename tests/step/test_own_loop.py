@@ -40,7 +40,9 @@ def test_a_scalar_loss_gives_the_values_of_the_monitored_step():
         (loss, _), gradients = jax.value_and_grad(plain_loss, has_aux=True)(params, batch)
         updates, new_opt_state = tx.update(gradients, opt_state, params)
         new_params = optax.apply_updates(params, updates)
-        monitor, report = monitor.measure(loss, gradients, params, new_params, opt_state, new_opt_state)
+        monitor, report = monitor.measure(
+            loss, gradients, params, new_params, opt_state, new_opt_state, updates=updates
+        )
         return new_params, new_opt_state, monitor, report
 
     opt_state, monitor = tx.init(params), pj.Monitor.create(tx=tx, params=params, plan=PLAN)
@@ -69,7 +71,7 @@ def test_an_observed_model_gives_everything(there_and_back):
     (_, seen), gradients = differentiate(params, make_batch(0), key, scan=True)
     updates, new_opt_state = tx.update(gradients, opt_state, params)
     new_params = optax.apply_updates(params, updates)
-    monitor, report = monitor.measure(seen, gradients, params, new_params, opt_state, new_opt_state)
+    monitor, report = monitor.measure(seen, gradients, params, new_params, opt_state, new_opt_state, updates=updates)
     scalars = report.scalars()
     wanted = {name: x for name, x in found[0].items() if there_and_back or not name.startswith("grad_act")}
     assert scalars.keys() == wanted.keys()
@@ -89,7 +91,7 @@ def test_what_is_hidden_is_as_missing_as_in_the_monitored_step(microbatches):
     def step(params, opt_state, monitor, batch):
         differentiate = functools.partial(monitor.value_and_grad, microbatches=microbatches, scan=True)
         (_, seen), gradients = differentiate(params, batch, jax.random.key(0))
-        return monitor.measure(seen, gradients, params, params, opt_state, opt_state)[1]
+        return monitor.measure(seen, gradients, params, params, opt_state, opt_state, updates=params)[1]
 
     coverage = jax.eval_shape(step, params, tx.init(params), monitor, batch).coverage
     assert "head#1" in dict(coverage.missing) and coverage == wanted

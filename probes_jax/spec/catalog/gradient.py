@@ -7,6 +7,9 @@ _TIMING = "unscaled, accumulated over microbatches, before clipping"
 _SUMS = "sums and counts over elements and shards (replicas once), then divided"
 _MAX = "maximum over elements and shards"
 
+_EACH = "unscaled, of each microbatch and accumulated, before clipping"
+_NOISE = "McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A"
+
 # statistic, symbol, unit, definition, reduction, what it catches
 _GLOBAL = (
     ("abs_mean", "G_mean", "1", "sum(|g|) / P", _SUMS, "typical gradient scale, little moved by one outlier"),
@@ -164,6 +167,53 @@ METRICS = (
         "maximum over layers",
         "the layer that dominates the gradient",
         cadence=Cadence.EVERY_100,
+    ),
+    _global(
+        "grad/microbatch_norm",
+        "sqrt(A)",
+        "1",
+        "sqrt(A), A = sum_k b_k |g_k|^2 / B, g_k the gradient of the mean loss of microbatch k, b_k its valid tokens, "
+        "B = sum b_k; absent with one microbatch",
+        "sums over elements, shards (replicas once) and microbatches, then divided",
+        "far above grad/norm: the gradients of parts of a batch point in different directions",
+        cadence=Cadence.EVERY_100,
+        timing=_EACH,
+        source=_NOISE,
+    ),
+    _global(
+        "grad/noise/trace",
+        "tr(S)",
+        "token",
+        "B (A - G_2^2) / (K - 1), K microbatches with a valid token: variance of one token's gradient, unbiased, so "
+        "it can be negative",
+        _SUMS,
+        "the raw value behind the noise scale",
+        cadence=Cadence.EVERY_100,
+        timing=_EACH,
+        source=_NOISE,
+    ),
+    _global(
+        "grad/noise/square",
+        "|G|^2",
+        "1",
+        "G_2^2 - tr(S) / B: squared norm of the gradient that all data would have, unbiased; can be negative",
+        _SUMS,
+        "the raw value behind the noise scale",
+        cadence=Cadence.EVERY_100,
+        timing=_EACH,
+        source=_NOISE,
+    ),
+    _global(
+        "grad/noise_scale",
+        "B_noise",
+        "token",
+        "tr(S) / |G|^2, each an exponential mean over steps (0.9 of the old one at each measurement); absent while "
+        "that of |G|^2 is not positive",
+        "ratio of means over steps",
+        "a batch far below it is mostly noise, far above it a waste of tokens; it grows as the loss falls",
+        cadence=Cadence.EVERY_100,
+        timing=_EACH,
+        source=_NOISE,
     ),
     *(
         _global(

@@ -23,6 +23,42 @@ def _metric(
     return MetricSpec(name, symbol, unit, priority, cadence, definition, reduction, timing, catches, source)
 
 
+_MOMENT = "histogram of the nonzero elements by exponent and three bits of mantissa (at most 65,536 of a shard), summed"
+
+# statistic, symbol, definition, reduction, what it catches
+_SECOND_MOMENT = (
+    (
+        "spread",
+        "log10(max / p50)",
+        "decades between the median and the maximum of the second moment, within 0.027; NaN where it is not finite",
+        _MOMENT,
+        "a few directions with far larger gradients than the rest: one learning rate fits only some of them",
+    ),
+    *(
+        (f"p{share}", f"p{share} v", f"{share} % quantile of the nonzero elements, within 6.25 %", _MOMENT, catches)
+        for share, catches in (
+            (10, "elements whose step is decided by eps"),
+            (50, "the typical squared gradient that the optimizer remembers"),
+            (90, "the upper end of the ordinary elements"),
+            (99, "outliers that the maximum alone would not place"),
+        )
+    ),
+    ("max", "max v", "the largest element: NaN if any is NaN, else inf if any is", "maximum over elements and shards",
+     "one element that remembers a spike, and stands still while it does"),
+    ("zero_fraction", "#{v == 0} / n", "elements that have never had a gradient", "exact counts, then divided",
+     "dead parameters; underflow of squared gradients in the moment's dtype"),
+)  # fmt: skip
+
+# statistic, symbol, definition, reduction, what it catches
+_STAGE = (
+    ("norm", "||u||", "sqrt(sum u^2) over parameters that move, u the updates after the stage", _SUMS,
+     "the stage at which an update becomes too large"),
+    ("abs_max", "max |u|", "max |u|: NaN if any element is NaN, else inf if any is, else the maximum",
+     "maximum over elements and shards", "one element that a stage blows up: a second moment near zero"),
+    ("cosine", "cos(u, g)", "sum u g / (||u|| ||g||), g the gradient before any stage; absent if one is 0", _SUMS,
+     "a stage that turns the update away from the gradient: stale momentum, decay that outweighs it"),
+)  # fmt: skip
+
 METRICS = (
     _metric(
         "param/norm",
@@ -92,6 +128,29 @@ METRICS = (
         _SOURCE,
     ),
     _metric(
+        "update/noop_fraction",
+        "n_0 / n",
+        "1",
+        Cadence.EVERY_100,
+        "#{u != 0 and w_new == w_old} / #{u != 0} over trained parameters, u the update that the optimizer asked for; "
+        "absent where all u are 0 and where the update was skipped",
+        "exact counts over elements and shards (replicas once), then divided",
+        "at the update, in the parameter's dtype",
+        "parameters in low precision that an update this small cannot move: training stands still",
+        _VITAL,
+    ),
+    _metric(
+        "update/{path}/noop_fraction",
+        "n_0 / n of a layer",
+        "1",
+        Cadence.EVERY_100,
+        "#{u != 0 and w_new == w_old} / #{u != 0} of one parameter tensor of one layer",
+        "exact counts over elements and shards (replicas once), then divided",
+        "at the update, in the parameter's dtype",
+        "which layer an update this small cannot move",
+        _VITAL,
+    ),
+    _metric(
         "opt/learning_rate",
         "eta",
         "1",
@@ -134,5 +193,35 @@ METRICS = (
         "after the step",
         "repeated overflow",
         _VITAL,
+    ),
+    *(
+        _metric(
+            f"opt/second_moment/{{path}}/{stat}",
+            symbol,
+            "1",
+            Cadence.EVERY_100,
+            definition,
+            reduction,
+            "after the update, of one parameter tensor of one layer (adafactor: of its rows and columns)",
+            catches,
+            _VITAL,
+            Priority.P2,
+        )
+        for stat, symbol, definition, reduction, catches in _SECOND_MOMENT
+    ),
+    *(
+        _metric(
+            f"opt/stage/{{stage}}/{stat}",
+            symbol,
+            "1",
+            Cadence.ON_DEMAND,
+            definition,
+            reduction,
+            "at the update, after the stage; `applied`: what became of the parameters",
+            catches,
+            _SOURCE,
+            Priority.P2,
+        )
+        for stat, symbol, definition, reduction, catches in _STAGE
     ),
 )

@@ -31,7 +31,7 @@ def reported_names() -> set[str]:
     def labels(params):
         return {name: "a" if name == "head" else "b" for name in params}
 
-    plan = pj.Plan(groups=GROUPS, guard=pj.Guard(), precision=True)
+    plan = pj.Plan(groups=GROUPS, guard=pj.Guard())
     tx = pj.chain(
         ("clip", optax.clip_by_global_norm(1.0)),
         ("sgd", optax.masked(optax.set_to_zero(), lambda params: {k: k == "head" for k in params})),
@@ -49,7 +49,7 @@ def reported_names() -> set[str]:
     _, report = pj.monitored_train_step(make_state(tx=groups), make_batch())
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
-    names |= names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2), make_batch())
+    names |= names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2, precision=True), make_batch())
     return names | names_of_full(Model(), pj.Plan(), batch, shardings=replicated)
 
 

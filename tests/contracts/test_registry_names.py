@@ -13,6 +13,7 @@ import probes_jax as pj
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.readings import decoder_of
 from probes_jax.step.program import step_program
+from tests.step import test_modality
 from tests.step.small import GROUPS, Model, make_batch, make_state
 from tests.step.test_experts import Moe
 from tests.step.test_mesh import mesh_of, replicated, shard
@@ -50,7 +51,8 @@ def reported_names() -> set[str]:
     _, report = pj.monitored_train_step(make_state(tx=groups, microbatches=2), make_batch())
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
-    names |= names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2), make_batch())
+    names |= names_of_modalities()
+    names |= names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2, precision=True), make_batch())
     return names | names_of_full(Model(), pj.Plan(), batch, shardings=replicated)
 
 
@@ -60,6 +62,14 @@ class WithExperts(nn.Module):
         x = nn.Embed(16, 8)(tokens)
         x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
         return Moe(name="moe")(x)
+
+
+def names_of_modalities() -> set[str]:
+    batch = test_modality.make_batch()
+    options = dict(plan=test_modality.PLAN, batch=batch, loss_fn=test_modality.loss_fn)
+    state = make_state(model=test_modality.Model(), **options)
+    run = functools.partial(step_program, state.settings, "full", np.int32(0))
+    return set(decoder_of(jax.eval_shape(run, state.core, batch)[1].layout).names)
 
 
 def names_of_full(model, plan, batch, **kwargs) -> set[str]:

@@ -19,7 +19,7 @@ from probes_jax.step.reduce import Reduced
 from probes_jax.step.select import Path, flatten
 
 KEY, PARTS = "grad/noise_scale", "grad/microbatch_norm"
-ONE = "it compares gradients of parts of a batch with that of the whole: split it, TrainState.create(microbatches=K)"
+ONE = "it compares the gradients of parts of a batch with that of the whole: microbatches=K splits it"
 UNWEIGHED = "loss_fn returns one number, so the tokens of a microbatch are not known; return pj.Loss(nll=...)"
 SPLIT = "under shard_map and pmap the gradient of a microbatch is spread over the devices until the step has ended"
 

@@ -17,9 +17,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 if (
     os.environ.get("PROBES_TESTS") == "quick"
 ):  # `make test`: most of its time is XLA's CPU compiler optimizing tiny steps
-    _QUICK = ["--xla_backend_optimization_level=0"]
+    _QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the flag
-        _QUICK.append("--xla_cpu_use_fusion_emitters=false")
+        _QUICK += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ["XLA_FLAGS"], *_QUICK])
 # Many tests compile the same small step: the first one pays, also for the other worker and the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))

@@ -14,7 +14,7 @@ WORKERS ?= 2
 
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
-CORE := $(addprefix tests/,spec stats signals detect observe step cost host diagnose present)
+CORE := $(addprefix tests/,stats signals detect observe step)
 REFERENCE := docs/metrics.md
 PIN_FLAGS := --quiet --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
              --python-platform x86_64-manylinux_2_28

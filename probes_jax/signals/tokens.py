@@ -73,12 +73,12 @@ def measure_tokens(
         columns = jnp.moveaxis(each.values, -1, len(each.stack_shape()))
         values.append(columns.reshape(-1, *valid.shape))
 
-    def summarize(values: jax.Array, split: Split) -> dict[str, Summary]:
+    def summarize(values: jax.Array, valid: jax.Array, split: Split) -> dict[str, Summary]:
         rows = summarize_spread(values, valid & (values != NOTHING), split, 1)
         return rows if sketch else {"spread": rows["spread"]}
 
     together = jnp.concatenate(values)
-    rows = summarize_where_it_lies(summarize, Split(((), *split.dims), split.sizes), together)
+    rows = summarize_where_it_lies(summarize, Split(((), *split.dims), split.sizes), together, valid)
     return Spread(rows, tuple(label for labels in found for label in labels))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+from collections.abc import Iterable
+from typing import Any
 
 from probes_jax.spec import check
 
@@ -180,6 +182,31 @@ class Plan:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @classmethod
+    def first_screen(cls, **settings: Any) -> Plan:
+        """What can page, and little else: every-step metrics, and of scans the worst activation, branches and experts.
+
+        Args:
+            **settings: Any others of a plan.
+        """
+        off = ("grad_act", "grad", "update", "attention", "second_moment", "noise")
+        return cls(**{"without": off, **settings})
+
+    @classmethod
+    def diagnose(cls, **settings: Any) -> Plan:
+        """What to open when a signal moves: every layer, forward and backward, every 100 steps. What `Plan()` is."""
+        return cls(**settings)
+
+    @classmethod
+    def forensics(cls, points: Iterable[str] = (), **settings: Any) -> Plan:
+        """One investigation: also low precision, kurtosis and the stages of the optimizer, every ten steps.
+
+        Args:
+            points: Which activations, as `include`; empty means all.
+            **settings: Any others of a plan.
+        """
+        return cls(**{"include": tuple(points), "precision": True, "stages": True, "scan_every": 10, **settings})
 
     @property
     def fingerprint(self) -> str:

@@ -31,7 +31,7 @@ def measure_attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> PerToken:
-    """The largest logit and the entropy of its row, of each query.
+    """The largest logit and the entropy of its row, of each query and head.
 
     Args:
         query: `[*batch, T, heads, d]`.
@@ -42,8 +42,8 @@ def measure_attention(
         is_causal: Whether a query sees the keys up to its own position only.
 
     Returns:
-        `COLUMNS`, over the keys that a query sees: the largest logit of all heads, and the entropy in nats, averaged
-        over heads. A query that sees nothing has no measurement.
+        `COLUMNS` of each query and head, over the keys that it sees: the largest logit, and the entropy in nats. A
+        query that sees nothing has no measurement. Heads are not reduced: a mesh may shard them.
     """
     query, key = jax.lax.stop_gradient((query, key))
     bias = None if bias is None else jax.lax.stop_gradient(bias)
@@ -72,12 +72,12 @@ def measure_attention(
         total = weight.sum(axis=-1)
         mean = jnp.where(jnp.isneginf(shifted), 0.0, weight * shifted).sum(axis=-1) / jnp.where(total == 0, 1.0, total)
         entropy = jnp.where(total == 0, -jnp.inf, jnp.maximum(jnp.log(total) - mean, 0.0))
-        return jnp.stack([highest.max(axis=-2), entropy.mean(axis=-2)], axis=-1)
+        return jnp.stack([jnp.moveaxis(x, -1, -2) for x in (highest, entropy)], axis=-1)
 
     blocks = length // _ROWS if length % _ROWS == 0 else 1
     if blocks == 1:
         values = rows(0, length)
     else:
         found = jax.lax.map(lambda index: rows(index * _ROWS, _ROWS), jnp.arange(blocks))
-        values = jnp.moveaxis(found, 0, -3).reshape(*query.shape[:-2], len(COLUMNS))
-    return PerToken(values, ATTENTION, COLUMNS, query.ndim - 2)
+        values = jnp.moveaxis(found, 0, -4).reshape(*query.shape[:-1], len(COLUMNS))
+    return PerToken(values, ATTENTION, COLUMNS, query.ndim - 1)

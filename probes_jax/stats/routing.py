@@ -80,12 +80,12 @@ def count_experts(found: PerToken, valid: jax.Array, split: Split = WHOLE) -> Su
     Args:
         found: From `of_tokens`.
         valid: Which positions count, bool `[*positions]`.
-        split: How the mesh shards the positions.
+        split: How the mesh shards `found.values`, the stack not at all.
     """
     stack, k = len(found.stack_shape()), found.names.count(EXPERT)
-    x = cut(found.values[..., :k], Split((*((),) * stack, *split.dims), split.sizes))
+    x = cut(found.values[..., :k], split)
     rows = len(x.axes)
-    ok = cut(valid, split).array
+    ok = cut(valid, Split(split.dims[stack:], split.sizes)).array
     ok = ok.reshape(*x.rows, *(1,) * stack, *ok.shape[rows:], 1)
     counted = ok & (x.array >= 0) & (x.array < found.size)
     number = jnp.where(counted, x.array, 0).astype(jnp.int32)

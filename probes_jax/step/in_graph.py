@@ -6,11 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from probes_jax.observe.point import Point
+from probes_jax.observe.roles import role_of
 from probes_jax.signals.experts import find_expert_shards
 from probes_jax.signals.modality import SCALE, scale_ratios
 from probes_jax.signals.parameters import ENCODER
 from probes_jax.stats.shape import kurtosis
 from probes_jax.stats.sketch import sketched
+from probes_jax.step.gain import name_gains
 from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Scalars
 from probes_jax.step.reduce import Reduced
@@ -31,7 +34,15 @@ def read_in_graph(
         scan: Whether this is the full program.
     """
     told = _quantiles(reduced) | _media(settings, part, reduced, params)
+    told |= name_gains(_blocks(settings, part), reduced)
     return told | _loads(settings, part, reduced, params, notes, scan=scan) | _kurtosis(reduced)
+
+
+def _blocks(settings: Settings, part: Part) -> list[tuple[Point, tuple[int, ...]]]:
+    if "grad_act" in settings.plan.without:
+        return []
+    points = zip(part.gradient_names, part.gradients, strict=True)
+    return [(p, rows.stack_shape()) for p, rows in points if role_of(p, settings.plan.roles) == "residual"]
 
 
 def _quantiles(reduced: Reduced) -> Scalars:

@@ -173,7 +173,8 @@ def check_loss(loss: Any, groups: tuple[str, ...], modalities: tuple[str, ...] =
                 f"Loss modality must be integer ids {list(valid.shape)}, in the shape of valid (or of nll without it), "
                 f"got {modality.dtype}{list(modality.shape)}"
             )
-    return Tokens(nll, weight, group, logits, extra, loss.aux, valid != 0, modality)
+    valid = valid if valid.dtype == bool else valid > 0
+    return Tokens(nll, weight, group, logits, extra, loss.aux, valid, modality)
 
 
 def _array(field: str, value: Any) -> jax.Array:

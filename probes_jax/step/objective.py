@@ -30,7 +30,7 @@ from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
 from probes_jax.stats.partial import Split
-from probes_jax.stats.per_token import FAMILIES, MEDIA, ROUTER, PerToken, mean_square
+from probes_jax.stats.per_token import ATTENTION, FAMILIES, MEDIA, ROUTER, PerToken, mean_square
 from probes_jax.stats.precision import summarize_moments_precisely
 from probes_jax.stats.routing import count_experts, margins, read_routing
 from probes_jax.stats.summary import Summary
@@ -184,7 +184,7 @@ class Objective:
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups, self.plan.modalities)
         captured, result = bound.finish(), own.result()
         notes.tokens = max(tokens.nll.size, 1)
-        of_tokens, loads = self._of_tokens(captured, tokens, notes)
+        of_tokens, loads = self._of_tokens(captured, tokens, notes, size)
         notes.routes = bool(loads)
         seen = tuple(point for point in (*captured.seen, *result.seen) if point.class_name not in FAMILIES)
         found = {**captured.points, **result.points}
@@ -227,7 +227,7 @@ class Objective:
         )
 
     def _of_tokens(
-        self, captured: Captured, tokens: Tokens, notes: Notes
+        self, captured: Captured, tokens: Tokens, notes: Notes, batch: int
     ) -> tuple[tuple[Spread, ...], tuple[Loads, ...]]:
         """Summaries of what was measured of each token, and the loads of experts."""
         loads = []
@@ -248,14 +248,18 @@ class Objective:
                     continue
             for part in apart(each):
                 labels = tuple(row.replace("{stat}", f"{name}/{{stat}}") for row in rows for name in part.names)
-                alike.setdefault((positions, part.names), {})[labels] = part
+                alike.setdefault((positions, part.names, each.family), {})[labels] = part
         notes.missing.update({f"{point.class_name}/{point}": why for point, why in missing.items()})
         found = []
-        for (positions, names), group in alike.items():
+        for (positions, names, family), group in alike.items():
             valid = fit_valid(tokens.valid, positions)
             assert valid is not None  # asked above
             sketch = names != (LOGIT,)
-            found.append(measure_tokens(group, valid, self.partition.tokens(positions), sketch=sketch))
+            split = self.partition.tokens(positions)
+            if family == ATTENTION:  # heads are sharded, too
+                split = self.partition.activation((*positions, 1), batch)
+                split = Split(split.dims[: len(positions)], split.sizes)
+            found.append(measure_tokens(group, valid, split, sketch=sketch))
         return tuple(found), tuple(loads)
 
     def _of_modalities(self, captured: Captured, tokens: Tokens, notes: Notes) -> dict[str, Summary]:
@@ -287,11 +291,13 @@ class Objective:
         fitting = fit_valid(valid, positions)
         assert fitting is not None  # asked before
 
-        def count(values: jax.Array, split: Split) -> Summary:
-            return count_experts(dataclasses.replace(found, values=values), fitting, split)
+        def count(values: jax.Array, valid: jax.Array, split: Split) -> Summary:
+            return count_experts(dataclasses.replace(found, values=values), valid, split)
 
-        split = self.partition.tokens(positions)
-        counted = summarize_where_it_lies(count, split, found.values)
+        stack = ((),) * len(found.stack_shape())
+        tokens = self.partition.tokens(positions)
+        split = Split((*stack, *tokens.dims), tokens.sizes)
+        counted = summarize_where_it_lies(count, split, found.values, fitting)
         return Loads(counted, tuple(row.removesuffix("/{stat}") for row in rows), point.path)
 
     def matches(self, text: str, point: Point, layers: Layers) -> bool:

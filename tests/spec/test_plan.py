@@ -101,3 +101,29 @@ def test_the_fingerprint_changes_with_any_setting():
 def test_a_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Plan().theta = 1.0
+
+
+def test_presets_are_plans_that_can_be_changed():
+    assert Plan.diagnose(scan_every=50) == Plan(scan_every=50)
+    first = Plan.first_screen(groups=("code",))
+    assert first.groups == ("code",)
+    assert not first.backward
+    assert {"residual", "router", "replica", "act"}.isdisjoint(first.without)  # these have signals that page
+    found = Plan.forensics(points=["role:query"], scan_every=1)
+    assert (found.include, found.precision, found.stages, found.scan_every) == (("role:query",), True, True, 1)
+    assert Plan.first_screen(without=()) == Plan()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(top_k=0), "top_k"),
+        (dict(expert_shards="two"), "expert_shards"),
+        (dict(modalities=("text", "text")), "modality"),
+        (dict(modalities=("a/b",)), "modality"),
+        (dict(encoder="("), "encoder"),
+    ],
+)
+def test_settings_of_the_index_that_cannot_be(settings, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        Plan(**settings)

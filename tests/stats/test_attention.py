@@ -12,7 +12,7 @@ from probes_jax.stats.attention import measure_attention
 
 
 def reference(q, k, bias=None, mask=None, scale=None, causal=False):
-    """(largest logit of all heads, entropy averaged over heads) of each query, in float64."""
+    """(largest logit, entropy) of each query and head, in float64."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     k = np.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
     logits = np.einsum("...qhd,...khd->...hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -26,7 +26,7 @@ def reference(q, k, bias=None, mask=None, scale=None, causal=False):
         weight = np.exp(logits - highest[..., None])
         p = weight / weight.sum(-1, keepdims=True)
         entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1)
-    return highest.max(-2), np.where(np.isneginf(highest), -np.inf, entropy).mean(-2)
+    return np.moveaxis(highest, -1, -2), np.moveaxis(np.where(np.isneginf(highest), -np.inf, entropy), -1, -2)
 
 
 def tensors(batch=(2,), length=12, keys=12, heads=4, groups=4, d=8):
@@ -40,7 +40,7 @@ def check(q, k, **options):
     options["causal"] = options.pop("is_causal", False)
     for index, want in enumerate(reference(q, k, **options)):
         np.testing.assert_allclose(found.values[..., index], want, rtol=2e-5, atol=2e-6)
-    assert found.positions == q.ndim - 2
+    assert found.positions == q.ndim - 1
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
@@ -67,7 +67,7 @@ def test_known_answers():
     q, k, _ = tensors()
     np.testing.assert_allclose(measure_attention(0 * q, k).values[..., 1], np.log(12), rtol=1e-6)
     one = measure_attention(1e3 * q, k, is_causal=True).values
-    np.testing.assert_allclose(one[:, 0, 1], 0.0, atol=1e-6)
+    np.testing.assert_allclose(one[:, 0, :, 1], 0.0, atol=1e-6)
 
 
 def test_nan_shows():

@@ -126,6 +126,6 @@ def test_shards_are_the_whole(case, microbatches):
     _, _, (many,) = run(TINY, batch=sharded, shardings=rule, microbatches=microbatches)
     names = [name for name in alone if name.endswith("noop_fraction")]
     assert names
-    assert names == [name for name in many if name.endswith("noop_fraction")]
+    assert sorted(names) == sorted(name for name in many if name.endswith("noop_fraction"))
     for name in names:  # a last bit of a gradient may move a weight
         assert many[name] == pytest.approx(alone[name], abs=0.03), name

@@ -5,7 +5,7 @@ from probes_jax.spec.sketch import QUANTILES
 
 _PUBLIC = "public notes of large runs: growing attention logits and collapsed entropy come before divergence"
 _TIMING = "forward pass, before the softmax, over the keys that a query sees"
-_TOKENS = "over the valid queries of all microbatches and shards"
+_TOKENS = "over the valid queries and the heads of all microbatches and shards"
 _SHARES = {"mean": "mean", "max": "maximum", **{name: f"quantile {share:g}" for name, share in QUANTILES.items()}}
 
 METRICS = (
@@ -17,7 +17,7 @@ METRICS = (
                "logits that grow until the softmax is one-hot", _PUBLIC),
     *(
         MetricSpec(f"attention/{{path}}/entropy/{stat}", "H(attention row)", "nat", Priority.P1, Cadence.EVERY_100,
-                   f"{what} of the entropy of a query's row of weights, averaged over heads",
+                   f"{what} of the entropy of the row of weights of a query and head",
                    f"{_TOKENS}; quantiles from counts in buckets, to 1 %", _TIMING,
                    "heads that look at one key only, or at all alike", _PUBLIC)
         for stat, what in _SHARES.items()

@@ -88,4 +88,17 @@ METRICS = (
         "backward pass of the step: of the mean loss, without loss scale; absent where the loss does not depend on it",
         "an explosion on its way back, seen at the layer where it begins",
     ),
+    MetricSpec(
+        name="grad_act/{path}/gain",
+        symbol="backward gain",
+        unit="1",
+        priority=Priority.P1,
+        cadence=Cadence.EVERY_100,
+        definition="||gradient at a block's input|| / ||gradient at its output||, of blocks numbered in a row; none "
+        "for the first",
+        reduction=_SUMS,
+        timing="backward pass of the step: of the mean loss, without loss scale",
+        catches="a block that makes gradients explode or vanish on their way back",
+        source="public notes of large runs",
+    ),
 )

@@ -14,7 +14,7 @@ from probes_jax.spec.plan import Plan
 from probes_jax.spec.registry import Registry
 
 OTHER = "loss/group/other/"  # tokens of no group of the plan; shown once there were any
-COPIES = "replica/divergent_tensors"  # not shown where nothing has a copy
+NOT_IN_EVERY_RUN = ("replica/", "router/", "residual/", "media/")  # no copies, no experts: shown once there is a value
 GUARD = "alert/guard/stopped"  # without a guard in the plan it is shown only when it is on
 
 
@@ -57,7 +57,7 @@ def first_screen(run: History, plan: Plan | None = None, registry: Registry = RE
     nobody = any(row.name == OTHER + "mean" and row.state is State.NO_DATA for row in found)
     if nobody:
         found = [row for row in found if not row.name.startswith(OTHER)]
-    found = [row for row in found if row.name != COPIES or row.state is not State.NO_DATA]
+    found = [row for row in found if not (row.state is State.NO_DATA and row.name.startswith(NOT_IN_EVERY_RUN))]
     if plan.guard is None:
         found = [row for row in found if row.name != GUARD or row.value != 0]
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from probes_jax.diagnose.walk import format_times, times_median
-from probes_jax.present.first_screen import COPIES, GUARD, Signal, format_value
+from probes_jax.present.first_screen import GUARD, Signal, format_value
 from probes_jax.present.state import ALARMS, DETECTORS, History, State, states, where
 from probes_jax.present.trouble import APART, Unusual, measured, numbers, rises, split
 from probes_jax.present.walk import find_walk
@@ -22,6 +22,7 @@ _COUNTS = (
     ("opt/loss_scale_drops", "loss scale lowered"),
 )
 _WORST = ("logits/abs_max", "act/abs_max")  # a NaN or infinity in one of these is named
+_COPIES = "replica/divergent_tensors"
 _RATE = "opt/learning_rate"
 _BEFORE = 10  # steps before a trouble in which a change of the learning rate is looked for
 _LARGE = 2.0  # a factor from one step to the next that warm-up does not exceed
@@ -87,11 +88,11 @@ def _walks(run: History, plan: Plan) -> Iterator[Unusual]:
 
 
 def _copies(run: History) -> Iterator[Unusual]:
-    steps, values = measured(run, COPIES)
+    steps, values = measured(run, _COPIES)
     if (values > 0).any():
         first = int(steps[values > 0][0])
-        detail = f"first in {where(run, COPIES, first)}; pj.find_divergence(state) names the devices"
-        yield Unusual("copies of a tensor differ from device to device", numbers(steps[values > 0]), detail, (COPIES,))
+        detail = f"first in {where(run, _COPIES, first)}; pj.find_divergence(state) names the devices"
+        yield Unusual("copies of a tensor differ from device to device", numbers(steps[values > 0]), detail, (_COPIES,))
 
 
 def _co_spikes(run: History) -> Iterator[Unusual]:

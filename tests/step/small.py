@@ -99,8 +99,13 @@ def make_sgd():
 APART = ("residual", "attention", "second_moment", "noise", "replica")
 
 
+def lean(**settings):
+    """A plan without those."""
+    return pj.Plan(groups=GROUPS, without=APART, **settings)
+
+
 def make_state(model=None, tx=None, plan=None, batch=None, **kwargs):
-    plan = pj.Plan(groups=GROUPS, without=APART) if plan is None else plan
+    plan = lean() if plan is None else plan
     return pj.TrainState.create(
         model=pj.wrap(Model() if model is None else model),
         tx=make_tx() if tx is None else tx,

@@ -17,6 +17,8 @@ from tests.step.small import GROUPS, make_batch, make_state
 from tests.step.test_mesh import mesh_of, shard, tensor_parallel
 from tests.step.test_two_processes import finish, start
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 
 def name(index: int) -> str:
     return str(jax.devices()[index])

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import GROUPS, NNXModel, copy, make_batch, make_sgd, make_state
+from tests.step.small import NNXModel, copy, lean, make_batch, make_sgd, make_state
 from tests.step.test_microbatches import is_noise
 
-PLAN = pj.Plan(groups=GROUPS, scan_every=2)
+PLAN = lean(scan_every=2)
 
 
 def linen_variables(model):

@@ -15,6 +15,8 @@ from probes_jax.detect.noise_scale import KEEP
 from tests.step.small import GROUPS, Model, copy, loss_fn, make_batch, make_sgd, make_state, plain_loss
 from tests.step.test_mesh import CASES, count_collectives, mesh_of
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 NAMES = ("grad/microbatch_norm", "grad/noise/trace", "grad/noise/square", "grad/noise_scale")
 

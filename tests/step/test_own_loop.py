@@ -15,12 +15,12 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import GROUPS, Model, NNXModel, copy, loss_fn, make_batch, make_state, make_tx, plain_loss
+from tests.step.small import Model, NNXModel, copy, lean, loss_fn, make_batch, make_state, make_tx, plain_loss
 from tests.step.test_coverage import Hiding
 from tests.step.test_microbatches import is_noise
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-PLAN = pj.Plan(groups=GROUPS, scan_every=2)
+PLAN = lean(scan_every=2)
 
 
 def expected(tx, steps):
@@ -83,7 +83,7 @@ def test_an_observed_model_gives_everything(there_and_back):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_is_hidden_is_as_missing_as_in_the_monitored_step(microbatches):
-    plan, model, batch = pj.Plan(groups=GROUPS, scan_every=1), Hiding(), make_batch()
+    plan, model, batch = lean(scan_every=1), Hiding(), make_batch()
     state = make_state(model, plan=plan, microbatches=microbatches)
     wanted = jax.eval_shape(lambda batch: pj.monitored_train_step(state, batch)[1], batch).coverage
     tx, params = make_tx(), state.params
@@ -153,7 +153,7 @@ def test_off_measures_nothing(monkeypatch):
     monkeypatch.setenv("PROBES_JAX", "off")
     tx, batch = make_tx(), make_batch()
     params = make_state(donate=False).params
-    plan = pj.Plan(groups=GROUPS)
+    plan = lean()
     monitor = pj.Monitor.create(tx=tx, params=params, plan=plan, model=Model(), loss_fn=loss_fn, batch=batch)
 
     @jax.jit

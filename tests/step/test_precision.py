@@ -19,6 +19,8 @@ from tests.step.small import GROUPS, VOCAB, WIDTH, Model, NNXModel, make_batch, 
 from tests.step.test_mesh import CASES, count_collectives, mesh_of, shard
 from tests.step.test_shard_map import TX, Small, loss_fn, trained_step, under
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 LEAN = ("residual", "replica", "param", "update", "logits")
 PLAN = pj.Plan(groups=GROUPS, scan_every=1, precision=True, without=LEAN)
 WORDS = ("/kurtosis", "/underflow/", "/overflow/")

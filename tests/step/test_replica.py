@@ -16,6 +16,8 @@ from tests.step.copies import corrupted, swap, with_copy
 from tests.step.small import GROUPS, VOCAB, WIDTH, make_batch, make_state, make_tx
 from tests.step.test_mesh import count_collectives, fsdp, mesh_of, replicated, shard, tensor_parallel
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 COUNT = "replica/divergent_tensors"
 PLAN = pj.Plan(groups=GROUPS, scan_every=1, without=("act", "grad_act"))
 UP = ("block_0", "up", "kernel")

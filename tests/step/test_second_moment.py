@@ -16,6 +16,8 @@ from tests.stats.test_orders import check
 from tests.step.small import GROUPS, VOCAB, WIDTH, Block, NNXModel, make_batch, make_state, make_tx
 from tests.step.test_mesh import CASES, count_collectives, mesh_of
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 STATS = {"p10", "p50", "p90", "p99", "spread", "max", "zero_fraction"}
 

@@ -12,6 +12,8 @@ import probes_jax as pj
 from tests.step.small import GROUPS, WIDTH, copy, make_batch, make_sgd, make_state, make_tx, plain_step
 from tests.step.test_mesh import CASES, count_collectives, mesh_of
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = pj.Plan(groups=GROUPS, scan_every=2, stages=True)
 
 

@@ -34,7 +34,7 @@ test: $(VENV)/.dev ## every test, and the examples in the docstrings
 	PROBES_TESTS=quick $(PYTEST) -m "not optimized"
 	$(PYTEST) -m optimized || [ $$? = 5 ]
 
-test-core: $(VENV)/.dev ## the package's own tests without the slow ones, for the second pair of Python and JAX
+test-core: $(VENV)/.dev ## the tests of what is traced into a step, for the second pair of Python and JAX
 	PROBES_TESTS=quick $(PYTEST) -m "not slow and not optimized" $(CORE)
 	$(PYTEST) -m "not slow and optimized" $(CORE)
 

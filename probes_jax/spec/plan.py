@@ -38,20 +38,8 @@ class Guard:
             )
 
 
-FAMILIES = (  # what a plan can do without
-    "act",
-    "grad_act",
-    "grad",
-    "param",
-    "update",
-    "logits",
-    "residual",
-    "router",
-    "attention",
-    "replica",
-    "second_moment",
-    "noise",
-)
+MORE = ("residual", "attention", "replica", "second_moment", "noise")  # measured where a plan asks for it
+FAMILIES = ("act", "grad_act", "grad", "param", "update", "logits", "router", *MORE)  # what a plan can do without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +69,9 @@ class Plan:
         without: Families of metrics that are not measured, to save what they cost (`pj.inspect` says what that is):
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
-            update ratios), `logits`, `residual` (what each branch does to the residual stream), `router` (balance of
-            experts), `attention` (largest logit and entropy), `replica` (whether the copies of a tensor on several
+            update ratios), `logits`, `router` (balance of experts).
+        more: Families that are measured besides, in steps that scan: `residual` (what each branch does to the residual
+            stream), `attention` (largest logit and entropy), `replica` (whether the copies of a tensor on several
             devices are the same), `second_moment` (the spread of the optimizer's), `noise` (the gradient noise scale).
         roles: (regular expression on the point name, role) pairs, for points whose role is not known by itself.
         token_axes: Mesh axes that shard tokens. None: found from the batch's sharding.
@@ -114,6 +103,7 @@ class Plan:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
     token_axes: tuple[str, ...] | None = None
     feature_axes: tuple[str, ...] | None = None
@@ -131,6 +121,7 @@ class Plan:
             "include",
             "exclude",
             "without",
+            "more",
             *(name for name in ("token_axes", "feature_axes") if getattr(self, name) is not None),
         ):
             self._set(name, check.names(f"Plan {name}", getattr(self, name)))
@@ -155,6 +146,9 @@ class Plan:
         for family in self.without:
             if family not in FAMILIES:
                 raise ValueError(f"Plan without names the family {family!r}; a plan can do without {FAMILIES}")
+        for family in self.more:
+            if family not in MORE:
+                raise ValueError(f"Plan more names the family {family!r}; a plan can have more of {MORE}")
         if "grad_act" in self.without:
             self._set("backward", False)
         if not isinstance(self.unit, str) or not re.fullmatch(r"[a-z]+", self.unit):
@@ -185,18 +179,21 @@ class Plan:
 
     @classmethod
     def first_screen(cls, **settings: Any) -> Plan:
-        """What can page, and little else: every-step metrics, and of scans the worst activation, branches and experts.
+        """What can page, and little else: every-step metrics, and of scans the worst activation, branch and copy.
 
         Args:
             **settings: Any others of a plan.
         """
-        off = ("grad_act", "grad", "update", "attention", "second_moment", "noise")
-        return cls(**{"without": off, **settings})
+        return cls(**{"more": ("residual", "replica"), "without": ("grad_act", "grad", "update"), **settings})
 
     @classmethod
     def diagnose(cls, **settings: Any) -> Plan:
-        """What to open when a signal moves: every layer, forward and backward, every 100 steps. What `Plan()` is."""
-        return cls(**settings)
+        """What to open when a signal moves: every family, every layer, forward and backward, every 100 steps.
+
+        Args:
+            **settings: Any others of a plan.
+        """
+        return cls(**{"more": MORE, **settings})
 
     @classmethod
     def forensics(cls, points: Iterable[str] = (), **settings: Any) -> Plan:
@@ -206,7 +203,13 @@ class Plan:
             points: Which activations, as `include`; empty means all.
             **settings: Any others of a plan.
         """
-        return cls(**{"include": tuple(points), "precision": True, "stages": True, "scan_every": 10, **settings})
+        own = {"more": MORE, "include": tuple(points), "precision": True, "stages": True, "scan_every": 10}
+        return cls(**{**own, **settings})
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Families that are not measured."""
+        return (*self.without, *(family for family in MORE if family not in self.more))
 
     @property
     def fingerprint(self) -> str:

@@ -220,7 +220,7 @@ def describe(
     rate, no_rate = find_learning_rate(core.opt_state)
     missing = {} if clip else {"grad/clip_rate": no_clip}
     missing |= {} if rate else {"opt/learning_rate": no_rate}
-    missing |= why_not(core, partition.mesh, partition.manual)
+    missing |= {} if "replica" in plan.left_out else why_not(core, partition.mesh, partition.manual)
     missing |= dict.fromkeys(plan.without, LEFT_OUT) | idle
     return Settings(
         binding=binding,

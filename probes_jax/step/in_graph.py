@@ -39,7 +39,7 @@ def read_in_graph(
 
 
 def _blocks(settings: Settings, part: Part) -> list[tuple[Point, tuple[int, ...]]]:
-    if "grad_act" in settings.plan.without:
+    if "grad_act" in settings.plan.left_out:
         return []
     points = zip(part.gradient_names, part.gradients, strict=True)
     return [(p, rows.stack_shape()) for p, rows in points if role_of(p, settings.plan.roles) == "residual"]

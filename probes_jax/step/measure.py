@@ -43,7 +43,7 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
     items = name_loss(part.rows, settings.plan.groups, shards="loss/shard" not in notes.missing)
     items += [measured(f"loss/extra/{name}", rows) for name, rows in part.extra.items()]
     items += name_logits(part.rows) if "logits" in part.rows else []
-    without = settings.plan.without
+    without = settings.plan.left_out
     for prefix, names, summaries in (
         ("act", part.names, part.points),
         ("grad_act", part.gradient_names, part.gradients),
@@ -125,7 +125,7 @@ def finish(
     """
     layers, mesh = program == "full", settings.partition.mesh
     old, new = flatten(before.params), flatten(after.params)
-    without = settings.plan.without
+    without = settings.plan.left_out
     groups = find_groups(old, settings.infos) if layers else None
     infos = settings.infos if groups is None else join_infos(settings.infos, groups)
     if "param" not in without:

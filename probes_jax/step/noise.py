@@ -51,7 +51,7 @@ def noise_of(
     objective: Objective, infos: Mapping[Path, ParameterInfo], microbatches: int, notes: Notes
 ) -> Measure | None:
     """What measures a microbatch; None where nothing is to be measured, or cannot be: then `notes` say why."""
-    if not objective.scan or "noise" in objective.plan.without or all(info.frozen for info in infos.values()):
+    if not objective.scan or "noise" in objective.plan.left_out or all(info.frozen for info in infos.values()):
         return None
     if microbatches == 1 or objective.partition.manual:
         notes.missing[KEY] = ONE if microbatches == 1 else SPLIT

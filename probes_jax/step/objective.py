@@ -165,7 +165,7 @@ class Objective:
     @property
     def observes(self) -> bool:
         """Whether activations are looked at: for themselves, or for their gradients."""
-        return self.scan and (self.plan.backward or not {"act", "residual", "attention"} <= set(self.plan.without))
+        return self.scan and (self.plan.backward or not {"act", "residual", "attention"} <= set(self.plan.left_out))
 
     def __call__(
         self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None
@@ -216,7 +216,7 @@ class Objective:
         return total, weight, part
 
     def _probes(self, batch: int) -> Probes:
-        without, plan = self.plan.without, self.plan
+        without, plan = self.plan.left_out, self.plan
         return Probes(
             self._measure(batch) if self.observes else None,
             measure_branch if self.observes and "residual" not in without else None,
@@ -354,7 +354,7 @@ class Objective:
                     "microbatches, or more examples"
                 )
         logits, reason = find_logits(tokens, outputs)
-        if "logits" in self.plan.without:
+        if "logits" in self.plan.left_out:
             notes.missing["logits"] = LEFT_OUT
         elif logits is None:
             notes.missing["logits"] = reason

@@ -228,7 +228,7 @@ class Monitor:
                 notes.missing["grad_act"] = "Monitor.loss takes no gradients of activations; use Monitor.value_and_grad"
             if program == "full" and self.settings.plan.stages:
                 notes.missing["opt/stage"] = "the stages are seen where pj.monitored_train_step runs the optimizer"
-            if program == "full" and part.noise is None and "noise" not in self.settings.plan.without:
+            if program == "full" and part.noise is None and "noise" not in self.settings.plan.left_out:
                 notes.missing.setdefault(
                     KEY, "it takes gradients of microbatches: Monitor.value_and_grad(microbatches=K)"
                 )

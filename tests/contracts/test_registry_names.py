@@ -11,6 +11,7 @@ import optax
 
 import probes_jax as pj
 from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.plan import MORE
 from probes_jax.spec.readings import decoder_of
 from probes_jax.step.program import step_program
 from tests.step import test_modality
@@ -32,7 +33,7 @@ def reported_names() -> set[str]:
     def labels(params):
         return {name: "a" if name == "head" else "b" for name in params}
 
-    plan = pj.Plan(groups=GROUPS, guard=pj.Guard(), precision=True, stages=True)
+    plan = pj.Plan(more=MORE, groups=GROUPS, guard=pj.Guard(), precision=True, stages=True)
     tx = pj.chain(
         ("clip", optax.clip_by_global_norm(1.0)),
         ("sgd", optax.masked(optax.set_to_zero(), lambda params: {k: k == "head" for k in params})),
@@ -52,8 +53,15 @@ def reported_names() -> set[str]:
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
     names |= names_of_modalities()
-    names |= names_of_full(WithExperts(), pj.Plan(top_k=2, expert_shards=2, precision=True), make_batch())
-    return names | names_of_full(Model(), pj.Plan(), batch, shardings=replicated)
+    names |= names_of_full(WithExperts(), pj.Plan(more=MORE, top_k=2, expert_shards=2, precision=True), make_batch())
+    return names | names_of_full(
+        Model(),
+        pj.Plan(
+            more=MORE,
+        ),
+        batch,
+        shardings=replicated,
+    )
 
 
 class WithExperts(nn.Module):

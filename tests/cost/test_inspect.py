@@ -17,7 +17,7 @@ from probes_jax.cost.inspection import ALWAYS, names_of
 from probes_jax.cost.parts import parts_of
 from probes_jax.cost.traffic import bytes_accessed, collectives
 from probes_jax.spec.layout import HEADER
-from tests.step.small import APART, GROUPS, make_batch, make_state
+from tests.step.small import GROUPS, make_batch, make_state
 
 SMALL = dict(layers=3, width=64, vocabulary=128, heads=2)
 
@@ -28,12 +28,12 @@ def abstract(plan=None, **sizes):
 
 @pytest.fixture(scope="module")
 def found():
-    state, batch = abstract(pj.Plan(without=APART))  # each part is one more program to compile
+    state, batch = abstract()
     return pj.inspect(state, batch)
 
 
 def test_everything_at_once_costs_two_collectives():
-    state, batch = abstract()
+    state, batch = abstract(pj.Plan.diagnose())
     whole = pj.inspect(state, batch, by=None, programs=("full",))
     assert (whole.added("full").collectives, whole.added("full").looped) == (2, 0)
 

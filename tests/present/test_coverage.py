@@ -126,7 +126,7 @@ def test_a_trained_model_on_the_command_line(tmp_path, capsys):
     assert Coverage.from_json(found) == report.coverage
     assert main(["coverage", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
-    assert "block[0..1]/up" in out and out.endswith("nothing has a copy to differ from\n")
+    assert "block[0..1]/up" in out and out.endswith("Nothing is missing.\n")
 
 
 @pytest.mark.parametrize("arguments", [["coverage"], ["coverage", "RUN", "--json", "--markdown"]])

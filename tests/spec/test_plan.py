@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from probes_jax.spec.plan import Guard, Plan
+from probes_jax.spec.plan import MORE, Guard, Plan
 
 
 def test_the_defaults_are_those_of_the_design():
@@ -104,20 +104,22 @@ def test_a_plan_is_frozen():
 
 
 def test_presets_are_plans_that_can_be_changed():
-    assert Plan.diagnose(scan_every=50) == Plan(scan_every=50)
+    assert Plan.diagnose(scan_every=50) == Plan(scan_every=50, more=MORE)
+    assert Plan().left_out == MORE and Plan.diagnose().left_out == ()
     first = Plan.first_screen(groups=("code",))
     assert first.groups == ("code",)
     assert not first.backward
-    assert {"residual", "router", "replica", "act"}.isdisjoint(first.without)  # these have signals that page
+    assert {"residual", "router", "replica", "act"}.isdisjoint(first.left_out)  # these have signals that page
     found = Plan.forensics(points=["role:query"], scan_every=1)
     assert (found.include, found.precision, found.stages, found.scan_every) == (("role:query",), True, True, 1)
-    assert Plan.first_screen(without=()) == Plan()
+    assert Plan.first_screen(without=(), more=()) == Plan()
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (dict(top_k=0), "top_k"),
+        (dict(more=("act",)), "more"),
         (dict(expert_shards="two"), "expert_shards"),
         (dict(modalities=("text", "text")), "modality"),
         (dict(modalities=("a/b",)), "modality"),

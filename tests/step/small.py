@@ -95,17 +95,8 @@ def make_sgd():
     return pj.chain(("clip", optax.clip_by_global_norm(0.5)), ("lr", optax.scale_by_learning_rate(0.1)))
 
 
-# Each of these takes its time to compile, and has tests of its own.
-APART = ("residual", "attention", "second_moment", "noise", "replica")
-
-
-def lean(**settings):
-    """A plan without those."""
-    return pj.Plan(groups=GROUPS, without=APART, **settings)
-
-
 def make_state(model=None, tx=None, plan=None, batch=None, **kwargs):
-    plan = lean() if plan is None else plan
+    plan = pj.Plan(groups=GROUPS) if plan is None else plan
     return pj.TrainState.create(
         model=pj.wrap(Model() if model is None else model),
         tx=make_tx() if tx is None else tx,

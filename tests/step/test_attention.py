@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
+from probes_jax.spec.plan import MORE
 from tests.stats.test_attention import reference
 from tests.step.small import GROUPS, VOCAB, make_batch, make_state
 
 WIDTH, HEADS = 8, 2
-PLAN = pj.Plan(groups=GROUPS)
+PLAN = pj.Plan(more=MORE, groups=GROUPS)
 
 
 class Model(nn.Module):
@@ -104,7 +105,7 @@ def test_jax_own_function_in_a_model_and_training_unchanged():
 
     batch, found = make_batch(), []
     for without in ((), ("attention",)):
-        plan = pj.Plan(groups=GROUPS, without=without, backward=False)
+        plan = pj.Plan(more=MORE, groups=GROUPS, without=without, backward=False)
         state = make_state(model=Own(), plan=plan)
         params = jax.tree.map(jnp.copy, state.params)
         state, report = pj.monitored_train_step(state, batch)

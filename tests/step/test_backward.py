@@ -14,7 +14,7 @@ from flax import nnx
 
 import probes_jax as pj
 from probes_jax.step.train import compiled
-from tests.step.small import VOCAB, Model, NNXModel, lean, make_batch, make_sgd, make_state
+from tests.step.small import GROUPS, VOCAB, Model, NNXModel, make_batch, make_sgd, make_state
 
 
 def gradients_of_outputs(params, batch):
@@ -86,7 +86,7 @@ def test_every_activation_has_its_gradient_beside_it():
 
 def test_l016_state_never_holds_a_tap():
     """Parameters, optimizer state, model state: the same structure and the same bytes."""
-    states = [make_state(plan=lean(backward=on), donate=False) for on in (True, False)]
+    states = [make_state(plan=pj.Plan(groups=GROUPS, backward=on), donate=False) for on in (True, False)]
     stepped = [pj.monitored_train_step(state, make_batch())[0] for state in states]
     for one, other in (states, stepped):
         assert jax.tree.structure(one.core) == jax.tree.structure(other.core)
@@ -96,7 +96,7 @@ def test_l016_state_never_holds_a_tap():
 def test_off_and_light_are_as_if_there_were_no_taps():
     texts = []
     for on in (True, False):
-        state = make_state(plan=lean(backward=on), donate=False)
+        state = make_state(plan=pj.Plan(groups=GROUPS, backward=on), donate=False)
         texts.append(
             [
                 compiled(state.settings, p).lower(np.int32(0), state.core, make_batch()).as_text()
@@ -135,7 +135,7 @@ def test_an_empty_batch_has_gradients_of_zero():
 
 def test_excluded_points_are_neither_reported_nor_computed():
     everything = make_state(donate=False)
-    state = make_state(plan=lean(exclude=("block",)), donate=False)
+    state = make_state(plan=pj.Plan(groups=GROUPS, exclude=("block",)), donate=False)
     _, report = pj.monitored_train_step(state, make_batch())
     found = report.scalars()
     assert not [name for name in found if "act/block" in name]
@@ -177,7 +177,7 @@ def test_nan_that_begins_in_the_backward_pass():
     ],
 )  # fmt: skip
 def test_points_are_chosen_by_name_and_by_role(settings, points):
-    _, report = pj.monitored_train_step(make_state(plan=lean(**settings)), make_batch())
+    _, report = pj.monitored_train_step(make_state(plan=pj.Plan(groups=GROUPS, **settings)), make_batch())
     found = report.scalars()
     for family in ("act", "grad_act"):
         names = [name for name in found if name.startswith(f"{family}/") and name.endswith("/rms")]

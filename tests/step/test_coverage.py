@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import VOCAB, WIDTH, Block, Model, lean, make_batch, make_state
+from tests.step.small import GROUPS, VOCAB, WIDTH, Block, Model, make_batch, make_state
 
 
 class Step(nn.Module):
@@ -36,7 +36,7 @@ class Hiding(nn.Module):
 
 
 def coverage_of(model, **settings):
-    plan = lean(scan_every=1, **settings)
+    plan = pj.Plan(groups=GROUPS, scan_every=1, **settings)
     state = make_state(model, plan=plan)
     return jax.eval_shape(lambda batch: pj.monitored_train_step(state, batch)[1], make_batch()).coverage
 

@@ -14,11 +14,12 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import probes_jax as pj
+from probes_jax.spec.plan import MORE
 from tests.step.small import GROUPS, LENGTH, VOCAB, WIDTH, make_batch, make_sgd, make_state, make_tx
 from tests.step.test_mesh import count_collectives
 
 P = PartitionSpec
-PLAN = pj.Plan(groups=GROUPS, scan_every=2)
+PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
 
 
 class Block(nn.Module):
@@ -203,7 +204,11 @@ def test_a_guard_skips_exactly():
         batch["mask"][3, 2] = np.inf
         batch = place(batch, mesh, P("data"))
         state = make_state(
-            model=Model(), loss_fn=loss_fn, tx=make_tx(), batch=batch, plan=pj.Plan(groups=GROUPS, guard=pj.Guard())
+            model=Model(),
+            loss_fn=loss_fn,
+            tx=make_tx(),
+            batch=batch,
+            plan=pj.Plan(more=MORE, groups=GROUPS, guard=pj.Guard()),
         )
         before = jax.tree.map(np.array, (state.params, state.opt_state))
         state, report = pj.monitored_train_step(state, batch)

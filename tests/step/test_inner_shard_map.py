@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import probes_jax as pj
-from tests.step.small import VOCAB, copy, lean, loss_fn, make_batch, make_sgd, make_state
+from tests.step.small import GROUPS, VOCAB, copy, loss_fn, make_batch, make_sgd, make_state
 
 MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
-PLAN = lean(backward=False)
+PLAN = pj.Plan(groups=GROUPS, backward=False)
 
 
 def cut(f, check_vma=True):

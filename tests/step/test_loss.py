@@ -13,7 +13,7 @@ import pytest
 
 import probes_jax as pj
 from probes_jax.step.loss import check_loss
-from tests.step.small import Model, lean, make_batch, make_state
+from tests.step.small import GROUPS, Model, make_batch, make_state
 
 
 def ones(*shape):
@@ -186,7 +186,7 @@ def test_a_model_called_inside_a_transform_needs_its_variables():
 def test_a_nan_among_the_weights_is_no_empty_batch(plan, microbatches):
     batch = make_batch(masked=False)
     batch["mask"][0, 0] = np.nan
-    state = make_state(plan=lean(**plan), microbatches=microbatches)
+    state = make_state(plan=pj.Plan(groups=GROUPS, **plan), microbatches=microbatches)
     _, report = pj.monitored_train_step(state, batch)
     found = report.scalars()
     assert np.isnan(found["loss/mean"])

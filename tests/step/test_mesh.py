@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
+from probes_jax.spec.plan import MORE
 from tests.step.small import GROUPS, make_batch, make_sgd, make_state
 from tests.step.test_microbatches import is_noise
 
-PLAN = pj.Plan(groups=GROUPS, scan_every=2)
+PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
 
 
 def mesh_of(**axes):
@@ -69,7 +70,7 @@ def test_values_are_those_of_one_device(case, microbatches):
     batches = [make_batch(seed, batch=16) for seed in range(3)]
     _, alone = run(batches)
     mesh = mesh_of(**axes)
-    plan = pj.Plan(groups=GROUPS, scan_every=2, **settings)
+    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=2, **settings)
     sharded = [
         {key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim]))) for key, x in batch.items()}
         for batch in batches
@@ -186,9 +187,9 @@ def test_an_axis_that_shards_tokens_and_features_is_used_once():
         key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*("data", "model")[: x.ndim])))
         for key, x in make_batch(batch=16, length=8).items()
     }
-    plan = pj.Plan(groups=GROUPS, feature_axes=("model",))
+    plan = pj.Plan(more=MORE, groups=GROUPS, feature_axes=("model",))
     _, found = run([batch], plan, shardings=replicated)
-    _, alone = run([make_batch(batch=16, length=8)], pj.Plan(groups=GROUPS))
+    _, alone = run([make_batch(batch=16, length=8)], pj.Plan(more=MORE, groups=GROUPS))
     assert found[0]["act/head/rms"] == pytest.approx(alone[0]["act/head/rms"], rel=1e-5)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.cost.inspection import inspect
-from tests.step.small import GROUPS, lean, make_sgd
+from tests.step.small import GROUPS, make_sgd
 from tests.step.test_mesh import mesh_of
 
 BATCH, LENGTH, WIDTH, LAYERS, EXPERTS, VOCABULARY = 24, 16, 32, 4, 8, 64
@@ -142,7 +142,7 @@ def make_state(batch, mesh=None, **kwargs):
         model=Model(mesh),
         tx=make_sgd(),
         loss_fn=loss_fn,
-        plan=lean(scan_every=1),
+        plan=pj.Plan(groups=GROUPS, scan_every=1),
         batch=batch,
         **kwargs,
     )

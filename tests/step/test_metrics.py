@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import BATCH, GROUPS, LENGTH, copy, lean, make_batch, make_state, make_tx, norm64, plain_step
+from tests.step.small import BATCH, GROUPS, LENGTH, copy, make_batch, make_state, make_tx, norm64, plain_step
 
 LEAVES = {
     "embed/embedding": ("embed", "embedding"),
@@ -30,7 +30,7 @@ def run():
     """Three monitored steps, and the same three by hand; a full scan on each."""
     batch = make_batch()
     tx = make_tx()
-    state = make_state(plan=lean(scan_every=1), tx=tx, batch=batch)
+    state = make_state(plan=pj.Plan(groups=GROUPS, scan_every=1), tx=tx, batch=batch)
     params, opt_state = copy(state.params), copy(state.opt_state)
     steps = []
     for seed in range(3):
@@ -172,7 +172,7 @@ def test_learning_rate_is_the_one_used():
 
 
 def test_light_program_measures_every_step_metrics_only():
-    state = make_state(plan=lean(scan_every=100))
+    state = make_state(plan=pj.Plan(groups=GROUPS, scan_every=100))
     state, full = pj.monitored_train_step(state, make_batch())
     state, light = pj.monitored_train_step(state, make_batch())
     assert (full.layout.program, light.layout.program) == ("full", "light")

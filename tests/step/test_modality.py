@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
+from probes_jax.spec.plan import MORE
 from tests.step.small import VOCAB, Block, make_sgd, make_state, norm64
 
 WIDTH, PATCHES, LENGTH = 8, 4, 6
-PLAN = pj.Plan(modalities=("text", "image"), encoder="^encoder/")
+PLAN = pj.Plan(more=MORE, modalities=("text", "image"), encoder="^encoder/")
 
 
 class Model(nn.Module):
@@ -120,7 +121,13 @@ def test_shards_and_microbatches_are_the_whole():
 @pytest.mark.parametrize(
     ("plan", "modality", "words"),
     [
-        (pj.Plan(), np.zeros((8, LENGTH), np.int32), "Plan.modalities is empty"),
+        (
+            pj.Plan(
+                more=MORE,
+            ),
+            np.zeros((8, LENGTH), np.int32),
+            "Plan.modalities is empty",
+        ),
         (PLAN, np.zeros((8, 3), np.int32), "Loss modality"),
         (PLAN, np.zeros((8, LENGTH), np.float32), "Loss modality"),
     ],

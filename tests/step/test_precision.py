@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
+from probes_jax.spec.plan import MORE
 from probes_jax.spec.summary import FORMATS
 from tests.stats.test_formats import REFERENCE, lost_by_definition
 from tests.stats.test_shape import by_definition
@@ -22,7 +23,7 @@ from tests.step.test_shard_map import TX, Small, loss_fn, trained_step, under
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
 LEAN = ("residual", "replica", "param", "update", "logits")
-PLAN = pj.Plan(groups=GROUPS, scan_every=1, precision=True, without=LEAN)
+PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=1, precision=True, without=LEAN)
 WORDS = ("/kurtosis", "/underflow/", "/overflow/")
 
 
@@ -90,7 +91,7 @@ def test_values_are_those_of_one_device(case, microbatches, alone):
         key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim])))
         for key, x in whole_batch().items()
     }
-    plan = pj.Plan(groups=GROUPS, scan_every=1, precision=True, without=LEAN, **settings)
+    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=1, precision=True, without=LEAN, **settings)
     assert_close(precise(report_of(batch, plan=plan, shardings=rule, microbatches=microbatches)[1].scalars()), alone)
 
 
@@ -115,7 +116,7 @@ def test_no_collective_more(case):
     batch = shard(whole_batch(), mesh, *token_axes)
     counts = [
         count_collectives(report_of(batch, plan=plan, shardings=rule)[0], "full", batch)
-        for plan in (PLAN, pj.Plan(groups=GROUPS, scan_every=1, without=LEAN))
+        for plan in (PLAN, pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=LEAN))
     ]
     assert counts[0] == counts[1]
 
@@ -177,7 +178,7 @@ def test_linen_and_nnx(alone):
 @pytest.mark.parametrize("form", ["shard_map", "unchecked", "pmap"])
 def test_under_the_users_shard_map(form):
     model, batch = Small(), whole_batch()
-    plan = pj.Plan(groups=GROUPS, scan_every=2, precision=True, without=LEAN)
+    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=2, precision=True, without=LEAN)
     params = jax.tree.map(np.array, model.init(jax.random.key(0), batch["tokens"])["params"])
     found = []
     for how, axes in ((None, ()), (form, ("data",))):
@@ -224,7 +225,7 @@ def test_a_mean_far_from_zero_and_elements_that_are_not_finite():
 
 def test_without_it_nothing_is_measured_and_with_it_training_is_the_same():
     ends = []
-    for plan in (PLAN, pj.Plan(groups=GROUPS, scan_every=1, without=LEAN)):
+    for plan in (PLAN, pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=LEAN)):
         state = make_state(plan=plan, tx=make_sgd())
         for seed in range(3):
             state, report = pj.monitored_train_step(state, make_batch(seed))
@@ -236,7 +237,7 @@ def test_without_it_nothing_is_measured_and_with_it_training_is_the_same():
 def test_inside_of_a_scan_over_steps_light_steps_have_none():
     batch = make_batch()
     state = make_state(
-        plan=pj.Plan(groups=GROUPS, scan_every=2, precision=True, without=LEAN), tx=make_sgd(), donate=False
+        plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=2, precision=True, without=LEAN), tx=make_sgd(), donate=False
     )
     _, report = jax.jit(lambda s: jax.lax.scan(lambda s, _: pj.monitored_train_step(s, batch), s, length=2))(state)
     values = precise(report.scalars())

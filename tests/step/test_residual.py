@@ -12,12 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
+from probes_jax.spec.plan import MORE
 from probes_jax.spec.sketch import ERROR, QUANTILES
 from tests.stats.test_branch import reference
 from tests.step.small import GROUPS, VOCAB, make_batch, make_sgd, make_state
 
 WIDTH = 8
-PLAN = pj.Plan(groups=GROUPS)
+PLAN = pj.Plan(more=MORE, groups=GROUPS)
 
 
 class Mlp(nn.Module):
@@ -278,7 +279,13 @@ def test_a_prompt_is_valid_though_the_loss_does_not_count_it():
         return pj.Loss(nll=nll, mask=batch["mask"], valid=np.ones(batch["mask"].shape, bool))
 
     batch = make_batch()
-    state = make_state(model=Model(PreNorm), plan=pj.Plan(), loss_fn=loss_fn)
+    state = make_state(
+        model=Model(PreNorm),
+        plan=pj.Plan(
+            more=MORE,
+        ),
+        loss_fn=loss_fn,
+    )
     params = jax.tree.map(jnp.copy, state.params)
     _, report = pj.monitored_train_step(state, batch)
     check(report.scalars(), expected(PreNorm, params, batch["tokens"]), np.ones(batch["mask"].shape))
@@ -290,7 +297,16 @@ def test_positions_that_are_not_those_of_the_loss_are_missing_by_name():
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"][:, 1:])
         return pj.Loss(nll=nll, mask=batch["mask"][:, 1:])
 
-    _, report = pj.monitored_train_step(make_state(model=Model(PreNorm), plan=pj.Plan(), loss_fn=loss_fn), make_batch())
+    _, report = pj.monitored_train_step(
+        make_state(
+            model=Model(PreNorm),
+            plan=pj.Plan(
+                more=MORE,
+            ),
+            loss_fn=loss_fn,
+        ),
+        make_batch(),
+    )
     assert not [name for name in report.scalars() if name.startswith("residual/")]
     missing = dict(report.coverage.missing)
     assert "pj.Loss(valid=...)" in missing["residual/block[0]/attn"]
@@ -300,7 +316,9 @@ def test_positions_that_are_not_those_of_the_loss_are_missing_by_name():
 def test_a_plan_can_do_without_and_training_is_the_same():
     batch, found = make_batch(), {}
     for without in ((), ("residual",)):
-        state = make_state(model=Model(PreNorm), plan=pj.Plan(groups=GROUPS, without=without, backward=False))
+        state = make_state(
+            model=Model(PreNorm), plan=pj.Plan(more=MORE, groups=GROUPS, without=without, backward=False)
+        )
         for _ in range(3):
             state, report = pj.monitored_train_step(state, batch)
         found[without] = state.params, report.layout

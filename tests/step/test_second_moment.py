@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.spec.orders import ERROR
+from probes_jax.spec.plan import MORE
 from tests.stats.test_orders import check
 from tests.step.small import GROUPS, VOCAB, WIDTH, Block, NNXModel, make_batch, make_state, make_tx
 from tests.step.test_mesh import CASES, count_collectives, mesh_of
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
-PLAN = pj.Plan(groups=GROUPS, scan_every=2)
+PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
 STATS = {"p10", "p50", "p90", "p99", "spread", "max", "zero_fraction"}
 
 
@@ -93,7 +94,7 @@ def test_an_optimizer_without_one_says_so_and_a_plan_can_do_without():
     _, report = run(optax.sgd(1e-2))
     assert not moments_of(report.scalars())
     assert "no second moment" in dict(report.coverage.missing)["opt/second_moment"]
-    _, report = run(plan=pj.Plan(groups=GROUPS, without=("second_moment",)))
+    _, report = run(plan=pj.Plan(more=MORE, groups=GROUPS, without=("second_moment",)))
     assert not moments_of(report.scalars())
     assert "Plan without" in dict(report.coverage.missing)["second_moment"]
     _, light = run(steps=2)
@@ -165,7 +166,7 @@ def test_shards_are_the_whole_for_no_more_collectives(case):
                 value, rel=2 * ERROR, abs=1e-4 if stat != "spread" else 0.054
             )
     bare = make_state(
-        plan=pj.Plan(groups=GROUPS, scan_every=2, without=("second_moment",)),
+        plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=2, without=("second_moment",)),
         batch=sharded, shardings=rule, microbatches=2, donate=False,
     )  # fmt: skip
     assert count_collectives(state, "full", sharded) == count_collectives(bare, "full", sharded)

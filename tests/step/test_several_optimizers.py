@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import VOCAB, copy, lean, make_batch, make_state, norm64, plain_loss
+from tests.step.small import GROUPS, VOCAB, copy, make_batch, make_state, norm64, plain_loss
 
-PLAN = lean(scan_every=2, exclude=(".",))  # activations are not what this is about
+PLAN = pj.Plan(groups=GROUPS, scan_every=2, exclude=(".",))  # activations are not what this is about
 
 
 class Tiny(nn.Module):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import probes_jax as pj
-from tests.step.small import VOCAB, lean, loss_fn, make_batch, make_sgd, make_state, norm64, plain_loss
+from tests.step.small import GROUPS, VOCAB, loss_fn, make_batch, make_sgd, make_state, norm64, plain_loss
 
 
 class Small(nn.Module):
@@ -24,7 +24,7 @@ class Small(nn.Module):
         return nn.Dense(VOCAB, name="head")(nn.tanh(x) + nn.Embed(tokens.shape[-1], 4, name="place")(jnp.arange(6)))
 
 
-PLAN = lean(scan_every=2)
+PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 TX = make_sgd()
 FORMS = ["shard_map", "unchecked", "pmap"]
 AXIS = ("data",)

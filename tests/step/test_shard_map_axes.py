@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import probes_jax as pj
-from tests.step.small import VOCAB, lean, loss_fn, make_batch, make_sgd, norm64
+from tests.step.small import GROUPS, VOCAB, loss_fn, make_batch, make_sgd, norm64
 
-PLAN = lean(scan_every=2, backward=False)
+PLAN = pj.Plan(groups=GROUPS, scan_every=2, backward=False)
 TX = make_sgd()
 
 

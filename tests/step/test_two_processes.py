@@ -14,7 +14,7 @@ import pytest
 
 import probes_jax as pj
 from probes_jax.host.read_flight import read_flight
-from tests.step.small import lean, loss_fn, make_batch, make_sgd, make_state
+from tests.step.small import GROUPS, loss_fn, make_batch, make_sgd, make_state
 from tests.step.test_shard_map import PLAN, TX, Small, compare, trained_step
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def finish(folder, processes):
 def test_values_and_files(tmp_path):
     """L094, L096, L098: read locally, reduced by all, written by one."""
     found = finish(tmp_path, start(tmp_path, 4))
-    state = make_state(plan=lean(scan_every=2), tx=make_sgd())
+    state = make_state(plan=pj.Plan(groups=GROUPS, scan_every=2), tx=make_sgd())
     for seed, report_of_two in enumerate(found):
         state, report = pj.monitored_train_step(state, make_batch(seed))
         for name, value in report.scalars().items():

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from tests.step.small import lean, make_batch, make_sgd, make_state
+from tests.step.small import GROUPS, make_batch, make_sgd, make_state
 
 
 def main(index: int, port: int, folder: pathlib.Path, steps: int, exit_step: int | None) -> None:
@@ -32,7 +32,7 @@ def main(index: int, port: int, folder: pathlib.Path, steps: int, exit_step: int
         half = slice(4 * index, 4 * index + 4)
         return {key: jax.make_array_from_process_local_data(place, x[half]) for key, x in whole.items()}
 
-    plan = lean(scan_every=2)
+    plan = pj.Plan(groups=GROUPS, scan_every=2)
     state = make_state(plan=plan, tx=make_sgd(), batch=batch(0), shardings=lambda path, shape: PartitionSpec())
     found = []
     with pj.Recorder(folder / "run", plan) as recorder:

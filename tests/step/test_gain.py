@@ -1,0 +1,60 @@
+"""Backward gain of blocks against jax.grad of the model cut in two."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import probes_jax as pj
+from probes_jax.spec.plan import MORE
+from tests.step.small import GROUPS, VOCAB, WIDTH, Block, make_batch, make_state, norm64
+
+
+class Deep(nn.Module):
+    scan: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
+        if self.scan:
+            body = nn.scan(
+                lambda m, x, _: (m(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )
+            x, _ = body(Block(name="block"), x, None)
+        else:
+            for index in range(3):
+                x = Block(name=f"block_{index}")(x)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
+def gradients_by_hand(params, batch):
+    """Gradient of the mean loss at the output of each block."""
+    layer = lambda i: params[f"block_{i}"] if "block_0" in params else jax.tree.map(lambda p: p[i], params["block"])  # noqa: E731
+
+    def rest(x, after):
+        for index in range(after + 1, 3):
+            x = Block().apply({"params": layer(index)}, x)
+        logits = nn.Dense(VOCAB).apply({"params": params["head"]}, x)
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return (nll * batch["mask"]).sum() / batch["mask"].sum()
+
+    x, found = params["embed"]["embedding"][batch["tokens"]], []
+    for index in range(3):
+        x = Block().apply({"params": layer(index)}, x)
+        found.append(norm64(jax.grad(rest)(x, index)))
+    return found
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_gain_is_the_ratio_of_the_norms_around_a_block(scan):
+    batch, plan = make_batch(), pj.Plan(more=MORE, groups=GROUPS)
+    state = make_state(model=Deep(scan), plan=plan, microbatches=2)
+    norms = gradients_by_hand(jax.tree.map(jnp.copy, state.params), batch)
+    _, report = pj.monitored_train_step(state, batch)
+    scalars = report.scalars()
+    for index in (1, 2):
+        assert scalars[f"grad_act/block[{index}]/gain"] == pytest.approx(norms[index - 1] / norms[index], rel=1e-4)
+    assert "grad_act/block[0]/gain" not in scalars

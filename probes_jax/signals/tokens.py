@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from probes_jax.signals.measured import Measured, measured
-from probes_jax.stats.explicit import summarize_where_it_lies
+from probes_jax.stats.explicit import summarize_on_each_device
 from probes_jax.stats.partial import Split
 from probes_jax.stats.per_token import NOTHING, PerToken
 from probes_jax.stats.sketch import summarize_spread
@@ -57,7 +58,12 @@ def fit_valid(valid: jax.Array | None, positions: tuple[int, ...]) -> jax.Array 
 
 
 def measure_tokens(
-    found: Mapping[tuple[str, ...], PerToken], valid: jax.Array, split: Split, *, sketch: bool = True
+    found: Mapping[tuple[str, ...], PerToken],
+    valid: jax.Array,
+    split: Split,
+    mesh: Mesh | None = None,
+    *,
+    sketch: bool = True,
 ) -> Spread:
     """Summaries of the columns of several points at once: of thousands of small ones, compiling takes its time.
 
@@ -66,6 +72,7 @@ def measure_tokens(
             column.
         valid: From `fit_valid`.
         split: How the mesh shards the positions.
+        mesh: The mesh; None on one device.
         sketch: False for numbers that may be negative.
     """
     values = []
@@ -78,7 +85,7 @@ def measure_tokens(
         return rows if sketch else {"spread": rows["spread"]}
 
     together = jnp.concatenate(values)
-    rows = summarize_where_it_lies(summarize, Split(((), *split.dims), split.sizes), together, valid)
+    rows = summarize_on_each_device(summarize, Split(((), *split.dims), split.sizes), mesh, together, valid)
     return Spread(rows, tuple(label for labels in found for label in labels))
 
 

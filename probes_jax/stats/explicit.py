@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from probes_jax.stats.barrier import sharding_barrier
 from probes_jax.stats.manual import apart, manual_axes
 from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.summary import Summary, is_summary
@@ -38,6 +40,35 @@ def summarize_where_it_lies(summarize: Callable[..., Any], split: Split, *arrays
         shapes = jax.eval_shape(run, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
         lies = jax.tree.map(lambda rows: row_specs(rows, known), shapes, is_leaf=is_summary)
         return jax.sharding.auto_axes(run, out_sharding=lies)(*arrays)
+
+
+def summarize_on_each_device(summarize: Callable[..., Any], split: Split, mesh: Mesh | None, *arrays: jax.Array) -> Any:
+    """As `summarize_where_it_lies`, but each device computes the rows of its own part, whatever the compiler thinks.
+
+    For what is more than a few reductions: left to itself, XLA spreads that over mesh axes that cut nothing here, and
+    pays with an exchange for each step.
+
+    Args:
+        summarize: Returns a pytree of `Summary`.
+        split: How the mesh shards the first array; of the others as many last dimensions as they have.
+        mesh: The mesh; None on one device.
+        arrays: Arrays, the one that is cut first.
+    """
+    shape = arrays[0].shape
+    sizes = dict(split.sizes)
+    whole = all(length % math.prod(sizes[axis] for axis in group) == 0 for length, group in zip(shape, split.dims))
+    if mesh is None or not split.axes or not whole or manual_axes() or stated(arrays[0]) is not None:
+        return summarize_where_it_lies(summarize, split, *arrays)
+    dims = [group or None for group in (*split.dims, *((),) * (len(shape) - len(split.dims)))]
+    axes = tuple(axis for axis in mesh.axis_names if axis in split.axes)
+
+    def run(*arrays: jax.Array) -> Any:
+        rows = summarize(*arrays, split=WHOLE)
+        return jax.tree.map(lambda summary: summary.over(axes), rows, is_leaf=is_summary)
+
+    lies = jax.tree.map(row_specs, jax.eval_shape(run, *arrays), is_leaf=is_summary)
+    given = tuple(PartitionSpec(*dims[len(shape) - x.ndim :]) for x in arrays)
+    return jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=lies)(*map(sharding_barrier, arrays))
 
 
 def of_this_device(rows: Any, guess: tuple[str, ...], *values: Any) -> Any:

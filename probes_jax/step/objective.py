@@ -259,7 +259,7 @@ class Objective:
             if family == ATTENTION:  # heads are sharded, too
                 split = self.partition.activation((*positions, 1), batch)
                 split = Split(split.dims[: len(positions)], split.sizes)
-            found.append(measure_tokens(group, valid, split, sketch=sketch))
+            found.append(measure_tokens(group, valid, split, self.partition.mesh, sketch=sketch))
         return tuple(found), tuple(loads)
 
     def _of_modalities(self, captured: Captured, tokens: Tokens, notes: Notes) -> dict[str, Summary]:

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 import probes_jax as pj
+from probes_jax.spec.plan import FAMILIES, MORE
 
 VOCAB, WIDTH, BATCH, LENGTH = 16, 8, 8, 6
 
@@ -93,6 +94,13 @@ def make_tx(lr=1e-2, clip=0.5):
 def make_sgd():
     """For comparing two programs over several steps: Adam turns a last bit of a tiny gradient into a whole update."""
     return pj.chain(("clip", optax.clip_by_global_norm(0.5)), ("lr", optax.scale_by_learning_rate(0.1)))
+
+
+def only(*families, without=(), **settings):
+    """A plan of these families and no others: a test compiles what it is about."""
+    rest = tuple(family for family in FAMILIES if family not in (*families, *MORE))
+    more = tuple(family for family in families if family in MORE)
+    return pj.Plan(groups=GROUPS, more=more, without=(*rest, *without), **settings)
 
 
 def make_state(model=None, tx=None, plan=None, batch=None, **kwargs):

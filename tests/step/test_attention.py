@@ -10,12 +10,11 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
-from probes_jax.spec.plan import MORE
 from tests.stats.test_attention import reference
-from tests.step.small import GROUPS, VOCAB, make_batch, make_state
+from tests.step.small import VOCAB, make_batch, make_state, only
 
 WIDTH, HEADS = 8, 2
-PLAN = pj.Plan(more=MORE, groups=GROUPS)
+PLAN = only("attention")
 
 
 class Model(nn.Module):
@@ -105,7 +104,7 @@ def test_jax_own_function_in_a_model_and_training_unchanged():
 
     batch, found = make_batch(), []
     for without in ((), ("attention",)):
-        plan = pj.Plan(more=MORE, groups=GROUPS, without=without, backward=False)
+        plan = only("attention", without=without, backward=False)
         state = make_state(model=Own(), plan=plan)
         params = jax.tree.map(jnp.copy, state.params)
         state, report = pj.monitored_train_step(state, batch)

@@ -12,9 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from probes_jax.spec.plan import MORE
 from tests.step.copies import corrupted, flip, with_copy
-from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.small import make_batch, make_state, only
 from tests.step.test_mesh import mesh_of, shard, tensor_parallel
 from tests.step.test_two_processes import finish, start
 
@@ -31,7 +30,7 @@ def place(x, mesh, *spec):
 
 def test_the_tensor_the_shard_and_the_device_of_a_state():
     batch = shard(make_batch(batch=16), mesh_of(data=4, model=2), "data")
-    state = make_state(plan=pj.Plan(more=MORE, groups=GROUPS), batch=batch, shardings=tensor_parallel, donate=False)
+    state = make_state(plan=only("replica"), batch=batch, shardings=tensor_parallel, donate=False)
     assert pj.find_divergence(state) == ()
     broken = corrupted(state, lambda parts: parts["params"]["block_1"]["up"]["kernel"], 5)
     broken = corrupted(broken, lambda parts: parts["opt_state"].stages[1].mu["head"]["bias"], 2)
@@ -46,9 +45,7 @@ def test_the_tensor_the_shard_and_the_device_of_a_state():
 
 def test_what_no_step_compares_is_compared_too():
     batch = shard(make_batch(batch=16), mesh_of(data=8), "data")
-    state = make_state(
-        plan=pj.Plan(more=MORE, groups=GROUPS), batch=batch, shardings=lambda path, shape: None, donate=False
-    )
+    state = make_state(plan=only("replica"), batch=batch, shardings=lambda path, shape: None, donate=False)
     (found,) = pj.find_divergence(dataclasses.replace(state, key=with_copy(state.key, 4, flip)))
     assert (found.name, found.devices, found.largest) == ("key", (name(4),), 1.0)
 

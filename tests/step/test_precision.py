@@ -12,18 +12,16 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from probes_jax.spec.plan import MORE
 from probes_jax.spec.summary import FORMATS
 from tests.stats.test_formats import REFERENCE, lost_by_definition
 from tests.stats.test_shape import by_definition
-from tests.step.small import GROUPS, VOCAB, WIDTH, Model, NNXModel, make_batch, make_sgd, make_state, plain_step
-from tests.step.test_mesh import CASES, count_collectives, mesh_of, shard
+from tests.step.small import VOCAB, WIDTH, Model, NNXModel, make_batch, make_sgd, make_state, only, plain_step
+from tests.step.test_mesh import mesh_of
 from tests.step.test_shard_map import TX, Small, loss_fn, trained_step, under
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
-LEAN = ("residual", "replica", "param", "update", "logits")
-PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=1, precision=True, without=LEAN)
+PLAN = only("act", "grad_act", "grad", scan_every=1, precision=True)
 WORDS = ("/kurtosis", "/underflow/", "/overflow/")
 
 
@@ -83,18 +81,6 @@ def test_activations_and_gradients_by_their_definition(alone):
     assert any(alone[name] > 0 for name in alone if "underflow/e4m3" in name)
 
 
-@pytest.mark.parametrize(("case", "microbatches"), [("data", 2), ("fsdp", 1), ("tensor", 1), ("context", 1)])
-def test_values_are_those_of_one_device(case, microbatches, alone):
-    axes, token_axes, rule, settings = CASES[case]
-    mesh = mesh_of(**axes)
-    batch = {
-        key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim])))
-        for key, x in whole_batch().items()
-    }
-    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=1, precision=True, without=LEAN, **settings)
-    assert_close(precise(report_of(batch, plan=plan, shardings=rule, microbatches=microbatches)[1].scalars()), alone)
-
-
 def test_microbatches_are_the_whole(alone):
     assert_close(precise(report_of(whole_batch(), microbatches=4)[1].scalars()), alone)
 
@@ -107,18 +93,6 @@ def test_a_loss_scale_shows_in_the_losses_of_gradients_of_activations_only(alone
         {n: v for n, v in found.items() if n not in scaled}, {n: v for n, v in alone.items() if n not in scaled}
     )
     assert found["grad_act/head/underflow/e4m3"] < alone["grad_act/head/underflow/e4m3"]
-
-
-@pytest.mark.parametrize("case", ["data", "fsdp"])
-def test_no_collective_more(case):
-    axes, token_axes, rule, _ = CASES[case]
-    mesh = mesh_of(**axes)
-    batch = shard(whole_batch(), mesh, *token_axes)
-    counts = [
-        count_collectives(report_of(batch, plan=plan, shardings=rule)[0], "full", batch)
-        for plan in (PLAN, pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=LEAN))
-    ]
-    assert counts[0] == counts[1]
 
 
 class Layer(nn.Module):
@@ -143,15 +117,11 @@ class Layers(nn.Module):
         return nn.Dense(VOCAB, name="head")(x)
 
 
-@pytest.mark.parametrize("mesh", [None, "data"])
-def test_scanned_layers_are_the_unrolled_ones(mesh):
+def test_scanned_layers_are_the_unrolled_ones():
     batch = whole_batch()
     params = Layers(True).init(jax.random.key(0), batch["tokens"])["params"]
     unrolled = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], params["layer"]) for i in range(3)}
     unrolled |= {name: x for name, x in params.items() if name != "layer"}
-    if mesh:
-        place = NamedSharding(mesh_of(data=4), PartitionSpec("data"))
-        batch = {key: jax.device_put(x, place) for key, x in batch.items()}
     both = [
         precise(report_of(batch, model=Layers(scanned), variables={"params": of}, microbatches=2)[1].scalars())
         for scanned, of in ((True, params), (False, unrolled))
@@ -178,7 +148,7 @@ def test_linen_and_nnx(alone):
 @pytest.mark.parametrize("form", ["shard_map", "unchecked", "pmap"])
 def test_under_the_users_shard_map(form):
     model, batch = Small(), whole_batch()
-    plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=2, precision=True, without=LEAN)
+    plan = only("act", "grad_act", "grad", scan_every=2, precision=True)
     params = jax.tree.map(np.array, model.init(jax.random.key(0), batch["tokens"])["params"])
     found = []
     for how, axes in ((None, ()), (form, ("data",))):
@@ -225,7 +195,7 @@ def test_a_mean_far_from_zero_and_elements_that_are_not_finite():
 
 def test_without_it_nothing_is_measured_and_with_it_training_is_the_same():
     ends = []
-    for plan in (PLAN, pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=LEAN)):
+    for plan in (PLAN, only("act", "grad_act", "grad", scan_every=1)):
         state = make_state(plan=plan, tx=make_sgd())
         for seed in range(3):
             state, report = pj.monitored_train_step(state, make_batch(seed))
@@ -236,9 +206,7 @@ def test_without_it_nothing_is_measured_and_with_it_training_is_the_same():
 
 def test_inside_of_a_scan_over_steps_light_steps_have_none():
     batch = make_batch()
-    state = make_state(
-        plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=2, precision=True, without=LEAN), tx=make_sgd(), donate=False
-    )
+    state = make_state(plan=only("act", "grad_act", "grad", scan_every=2, precision=True), tx=make_sgd(), donate=False)
     _, report = jax.jit(lambda s: jax.lax.scan(lambda s, _: pj.monitored_train_step(s, batch), s, length=2))(state)
     values = precise(report.scalars())
     assert values and all(value[0] is not None and value[1] is None for value in values.values())

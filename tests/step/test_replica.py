@@ -11,16 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.spec.coverage import ONE_DEVICE
-from probes_jax.spec.plan import MORE
 from probes_jax.step.replica import UNDER_SHARD_MAP, weights
 from tests.step.copies import corrupted, swap, with_copy
-from tests.step.small import GROUPS, VOCAB, WIDTH, make_batch, make_state, make_tx
+from tests.step.small import VOCAB, WIDTH, make_batch, make_state, make_tx, only
 from tests.step.test_mesh import count_collectives, fsdp, mesh_of, replicated, shard, tensor_parallel
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
 COUNT = "replica/divergent_tensors"
-PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=("act", "grad_act"))
+PLAN = only("replica", scan_every=1)
 UP = ("block_0", "up", "kernel")
 
 
@@ -113,7 +112,7 @@ def test_l026_a_tensor_declared_replicated_of_which_one_copy_is_another():
     mesh = mesh_of(data=4)
     w = jax.device_put(np.float32([1.0]), NamedSharding(mesh, PartitionSpec()))
     tx, params = optax.sgd(0.0), {"w": with_copy(w, 3, lambda x: x + 1)}
-    monitor = pj.Monitor.create(tx=tx, params={"w": w}, plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=1))
+    monitor = pj.Monitor.create(tx=tx, params={"w": w}, plan=only("replica", scan_every=1))
     measure = jax.jit(lambda m, p: m.measure(np.float32(1.0), p, p, p, tx.init(p), tx.init(p)))
     assert measure(monitor, {"w": w})[1].scalars()[COUNT] == 0
     _, report = measure(monitor, params)
@@ -171,7 +170,7 @@ def test_under_shard_map_it_is_absent_and_says_why():
 def test_without_it():
     state, batch = made(
         *MESHES["eight copies"],
-        plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=("act", "grad_act", "replica")),
+        plan=only("replica", scan_every=1, without=("replica",)),
     )
     found, _ = read(state, batch)
     assert not [name for name in found if name.startswith("replica")]
@@ -183,7 +182,7 @@ def test_it_costs_no_collective_and_twenty_bytes_a_tensor(case):
         made(
             *MESHES[case],
             batch=16,
-            plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=("act", "grad_act", *more)),
+            plan=only("replica", scan_every=1, without=more),
         )
         for more in ((), ("replica",))
     )
@@ -195,9 +194,7 @@ def test_it_costs_no_collective_and_twenty_bytes_a_tensor(case):
 
 
 def test_inside_of_a_scan_over_steps_and_with_microbatches():
-    state, batch = made(
-        *MESHES["tensor parallel"], batch=16, microbatches=2, plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
-    )
+    state, batch = made(*MESHES["tensor parallel"], batch=16, microbatches=2, plan=only("replica", scan_every=2))
     run = jax.jit(lambda s, b: jax.lax.scan(lambda s, _: pj.monitored_train_step(s, b), s, length=4))
     for one, want in ((state, 0.0), (corrupted(state, of_params, 5), 1.0)):
         values = run(one, batch)[1].scalars()[COUNT]
@@ -237,7 +234,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("case", ["eight copies", "tensor parallel"])
 def test_three_hundred_healthy_steps(case):
-    state, batch = made(*MESHES[case], batch=16, model=Noisy(), plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=20))
+    state, batch = made(*MESHES[case], batch=16, model=Noisy(), plan=only("replica", scan_every=20))
     run = jax.jit(lambda s, b: jax.lax.scan(lambda s, _: pj.monitored_train_step(s, b), s, length=300))
     after, report = run(state, batch)
     found = report.scalars()
@@ -250,7 +247,7 @@ def test_three_hundred_healthy_steps(case):
 def test_training_is_unchanged():
     ends = []
     for more in ((), ("replica",)):
-        plan = pj.Plan(more=MORE, groups=GROUPS, scan_every=1, without=("act", "grad_act", *more))
+        plan = only("replica", scan_every=1, without=more)
         state, batch = made(*MESHES["tensor parallel"], batch=16, tx=make_tx(), plan=plan)
         for _ in range(3):
             state, _ = pj.monitored_train_step(state, batch)

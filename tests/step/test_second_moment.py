@@ -8,18 +8,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.spec.orders import ERROR
-from probes_jax.spec.plan import MORE
 from tests.stats.test_orders import check
-from tests.step.small import GROUPS, VOCAB, WIDTH, Block, NNXModel, make_batch, make_state, make_tx
-from tests.step.test_mesh import CASES, count_collectives, mesh_of
+from tests.step.small import VOCAB, WIDTH, Block, NNXModel, make_batch, make_state, make_tx, only
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
-PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2)
+PLAN = only("second_moment", scan_every=2)
 STATS = {"p10", "p50", "p90", "p99", "spread", "max", "zero_fraction"}
 
 
@@ -94,7 +91,7 @@ def test_an_optimizer_without_one_says_so_and_a_plan_can_do_without():
     _, report = run(optax.sgd(1e-2))
     assert not moments_of(report.scalars())
     assert "no second moment" in dict(report.coverage.missing)["opt/second_moment"]
-    _, report = run(plan=pj.Plan(more=MORE, groups=GROUPS, without=("second_moment",)))
+    _, report = run(plan=only("second_moment", without=("second_moment",)))
     assert not moments_of(report.scalars())
     assert "Plan without" in dict(report.coverage.missing)["second_moment"]
     _, light = run(steps=2)
@@ -148,25 +145,3 @@ def test_an_nnx_model():
     state, report = run(model=NNXModel(nnx.Rngs(0)))
     found = moments_of(report.scalars())
     check(found["block[1]/up/kernel"], state.opt_state.stages[1].nu["block"]["1"]["up"]["kernel"])
-
-
-@pytest.mark.parametrize("case", ["data", "fsdp"])
-def test_shards_are_the_whole_for_no_more_collectives(case):
-    axes, token_axes, rule, _ = CASES[case]
-    batch = make_batch(batch=16)
-    _, alone = run(batch=batch)
-    lies = NamedSharding(mesh_of(**axes), PartitionSpec(*token_axes))
-    sharded = {key: jax.device_put(x, lies) for key, x in batch.items()}
-    state, many = run(batch=sharded, shardings=rule, microbatches=2, donate=False)
-    one, all_of_them = moments_of(alone.scalars()), moments_of(many.scalars())
-    assert set(one) == set(all_of_them)
-    for name, stats in one.items():
-        for stat, value in stats.items():
-            assert all_of_them[name][stat] == pytest.approx(
-                value, rel=2 * ERROR, abs=1e-4 if stat != "spread" else 0.054
-            )
-    bare = make_state(
-        plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=2, without=("second_moment",)),
-        batch=sharded, shardings=rule, microbatches=2, donate=False,
-    )  # fmt: skip
-    assert count_collectives(state, "full", sharded) == count_collectives(bare, "full", sharded)

@@ -6,16 +6,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from probes_jax.spec.plan import MORE
-from tests.step.small import GROUPS, WIDTH, copy, make_batch, make_sgd, make_state, make_tx, plain_step
-from tests.step.test_mesh import CASES, count_collectives, mesh_of
+from tests.step.small import WIDTH, copy, make_batch, make_state, make_tx, only, plain_step
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
-PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2, stages=True)
+PLAN = only(scan_every=2, stages=True)
 
 
 def flat(tree):
@@ -53,7 +50,7 @@ def run(tx, steps=1, batch=None, **kwargs):
 
 def test_every_stage_and_what_was_applied():
     tx, batch = make_tx(), make_batch()
-    state = make_state(tx=tx, plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=1, stages=True))
+    state = make_state(tx=tx, plan=only(scan_every=1, stages=True))
     params, opt_state = copy(state.params), copy(state.opt_state)
     for _ in range(2):
         new, new_opt, gradients, _, _ = plain_step(params, opt_state, batch, tx)
@@ -73,11 +70,11 @@ def test_every_stage_and_what_was_applied():
 def test_only_where_the_plan_asks_for_it_and_only_in_scans():
     state, light = run(make_tx(), steps=2)
     assert not stages_of(light.scalars())
-    plain, report = run(make_tx(), steps=2, plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=1))
+    plain, report = run(make_tx(), steps=2, plan=only(scan_every=1))
     assert not stages_of(report.scalars())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, plain.params)
     with pytest.raises(ValueError, match="Plan stages must be True or False"):
-        pj.Plan(more=MORE, stages="adam")  # pyright: ignore[reportArgumentType]
+        pj.Plan(stages="adam")  # pyright: ignore[reportArgumentType]
 
 
 def test_what_cannot_be_seen_is_named():
@@ -129,19 +126,3 @@ def test_frozen_parameters_do_not_count():
     found = stages_of(report.scalars())
     assert found["lr"] == pytest.approx(found["freeze"])
     assert found["lr"]["cosine"] == pytest.approx(-1.0)
-
-
-@pytest.mark.parametrize("case", ["data", "fsdp"])
-def test_shards_are_the_whole_for_no_more_collectives(case):
-    axes, token_axes, rule, _ = CASES[case]
-    batch = make_batch(batch=16)
-    _, alone = run(make_sgd(), batch=batch)
-    lies = NamedSharding(mesh_of(**axes), PartitionSpec(*token_axes))
-    sharded = {key: jax.device_put(x, lies) for key, x in batch.items()}
-    state, many = run(make_sgd(), batch=sharded, shardings=rule, microbatches=2, donate=False)
-    close(stages_of(many.scalars()), stages_of(alone.scalars()), rel=1e-3)
-    bare = make_state(
-        plan=pj.Plan(more=MORE, groups=GROUPS, scan_every=2), tx=make_sgd(),
-        batch=sharded, shardings=rule, microbatches=2, donate=False,
-    )  # fmt: skip
-    assert count_collectives(state, "full", sharded) == count_collectives(bare, "full", sharded)

@@ -2,6 +2,7 @@
 
 usage: python -m benchmarks.compiled v5e:16x16|v5p:8x8x8|h100:8|cpu:8 [--layers 12] [--width 2048] [--unrolled]
        [--length 2048] [--examples 2] [--model 16] [--no-remat] [--no-backward] [--by family] [--program light]
+       [--more residual attention]
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--by", default=None)
     parser.add_argument("--program", action="append")
+    parser.add_argument("--more", nargs="*", default=(), help="families measured besides, as in Plan(more=)")
     args = parser.parse_args()
     found = devices(args.topology)
     state, batch = state_for(
@@ -69,7 +71,7 @@ def main() -> None:
         args.model or (16 if len(found) >= 256 else min(2, len(found))),
         args.examples,
         args.length,
-        pj.Plan(backward=not args.no_backward),
+        pj.Plan(backward=not args.no_backward, more=tuple(args.more)),
         layers=args.layers,
         width=args.width,
         vocabulary=args.vocabulary,

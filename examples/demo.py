@@ -70,7 +70,7 @@ def main() -> None:
         ("decay", optax.add_decayed_weights(0.1)),
         ("lr", optax.scale_by_learning_rate(schedule)),
     )
-    plan = pj.Plan(groups=text.SOURCES)
+    plan = pj.Plan(groups=text.SOURCES, more=("residual",))
     state = pj.TrainState.create(
         model=model, tx=tx, loss_fn=loss_fn, plan=plan, rngs=jax.random.key(options.seed), batch=next(batches)
     )

@@ -15,8 +15,9 @@ import threading
 import time
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
-os.environ["JAX_PLATFORMS"] = "cpu"
+if __name__ == "__main__":  # whoever collects tests imports this, too
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 import flax.linen as nn
 import jax

@@ -125,7 +125,7 @@ def test_l026_a_tensor_declared_replicated_of_which_one_copy_is_another():
 def test_a_monitor_does_not_know_how_the_optimizer_state_lies():
     mesh = mesh_of(data=4)
     w = jax.device_put(np.float32([1.0]), NamedSharding(mesh, PartitionSpec()))
-    monitor = pj.Monitor.create(tx=optax.adam(0.1), params={"w": w})
+    monitor = pj.Monitor.create(tx=optax.adam(0.1), params={"w": w}, plan=PLAN)
     assert "pj.find_divergence" in monitor.settings.missing["replica/opt"]
 
 
@@ -163,7 +163,7 @@ def test_what_fsdp_cuts_is_left_out_and_the_rest_compared():
 def test_under_shard_map_it_is_absent_and_says_why():
     mesh = mesh_of(data=4)
     params = jax.device_put({"w": np.ones(4, np.float32)}, NamedSharding(mesh, PartitionSpec()))
-    monitor = pj.Monitor.create(tx=optax.sgd(0.1), params=params, axis_names=("data",))
+    monitor = pj.Monitor.create(tx=optax.sgd(0.1), params=params, plan=PLAN, axis_names=("data",))
     assert monitor.settings.missing["replica"] == UNDER_SHARD_MAP
 
 

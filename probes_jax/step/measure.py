@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from probes_jax.signals.parameters import measure_encoder, measure_gradients, me
 from probes_jax.signals.together import find_groups, join_infos, join_tensors
 from probes_jax.signals.tokens import name_spread
 from probes_jax.spec.coverage import Coverage, SeenPoint
+from probes_jax.spec.limits import count_stored, exceeded
 from probes_jax.step.in_graph import read_in_graph
 from probes_jax.step.loss_scale import update_loss_scale
 from probes_jax.step.monitor import MonitorState
@@ -176,6 +178,11 @@ def finish(
     buffer, layout = pack_report(reduced, scalars, counters, step)
     if mesh is not None and not settings.partition.manual:
         buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
+    coverage = dataclasses.replace(
+        coverage,
+        stored=tuple(count_stored(layout, settings.plan).items()),
+        warnings=(*settings.warnings, *exceeded(layout, settings.plan)),
+    )
     return monitor, Report(buffer, layout, coverage, part.aux, settings.plan.fingerprint)
 
 

@@ -167,6 +167,7 @@ def finish(
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
+    scalars |= {name: (jnp.float32(share), True) for name, share in settings.reach.items()}
     scalars |= read_in_graph(settings, part, reduced, new, notes, scan=layers)
     noise, of_noise = watch_noise(monitor.noise, part.noise, reduced, values.gradient_norm)
     monitor = monitor._replace(noise=noise)

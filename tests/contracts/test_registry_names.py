@@ -49,7 +49,8 @@ def reported_names() -> set[str]:
     for _ in range(2):
         state, report = pj.monitored_train_step(state, make_batch())
         names |= set(decoder_of(report.layout).names)
-    _, report = pj.monitored_train_step(make_state(tx=groups, microbatches=2), make_batch())
+    state = make_state(tx=groups, plan=pj.Plan(groups=GROUPS, more=("noise",)), microbatches=2)
+    _, report = pj.monitored_train_step(state, make_batch())
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
     names |= names_of_modalities()
@@ -84,7 +85,8 @@ def names_of_full(model, plan, batch, **kwargs) -> set[str]:
     """All names of the full program, without compiling it."""
 
     def loss_fn(model, batch, rngs):
-        return model(batch["tokens"]).mean()
+        out = model(batch["tokens"])
+        return pj.Loss(nll=out.mean(-1), extra={"z": (out**2).mean()})
 
     state = make_state(model=model, plan=plan, loss_fn=loss_fn, batch=batch, **kwargs)
     run = functools.partial(step_program, state.settings, "full", np.int32(0))

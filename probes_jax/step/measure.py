@@ -31,6 +31,7 @@ from probes_jax.step.pack import Counters, Scalars, pack_report
 from probes_jax.step.reduce import reduce_measured
 from probes_jax.step.replica import measure_copies
 from probes_jax.step.report import Report
+from probes_jax.step.router_bias import measure_biases
 from probes_jax.step.second_moment import NONE, find_second_moments, measure_second_moments, name_orders
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
@@ -147,6 +148,8 @@ def finish(
         notes.missing |= {} if moments else {"opt/second_moment": NONE}
     if layers and mesh is not None and not settings.partition.manual and "replica" not in without:
         items = items + measure_copies(before, settings.lies, mesh)
+    if layers:
+        items = items + measure_biases(settings, before, part.loads, notes)
     reduced = reduce_measured(items, program, mesh)
     values = read_values(reduced)
     if guard is None:

@@ -29,10 +29,10 @@ from probes_jax.stats.attention import LOGIT, apart, measure_attention
 from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
-from probes_jax.stats.partial import Split
+from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.per_token import ATTENTION, FAMILIES, MEDIA, ROUTER, PerToken, mean_square
 from probes_jax.stats.precision import summarize_moments_precisely
-from probes_jax.stats.routing import count_experts, margins, read_routing
+from probes_jax.stats.routing import count_experts, margins, read_routing, summarize_bias
 from probes_jax.stats.summary import Summary
 from probes_jax.step.batch import naming_keys
 from probes_jax.step.loss import Tokens, check_loss, find_logits
@@ -309,7 +309,10 @@ class Objective:
         tokens = self.partition.tokens(positions)
         split = Split((*stack, *tokens.dims), tokens.sizes)
         counted = summarize_where_it_lies(count, split, found.values, fitting)
-        return Loads(counted, tuple(row.removesuffix("/{stat}") for row in rows), point.path)
+        bias = None
+        if self.scan and found.bias is not None:
+            bias = summarize_where_it_lies(summarize_bias, WHOLE, found.bias)
+        return Loads(counted, tuple(row.removesuffix("/{stat}") for row in rows), point.path, bias)
 
     def matches(self, text: str, point: Point, layers: Layers) -> bool:
         """Whether a word of `Plan.include` or `Plan.exclude` means this point."""

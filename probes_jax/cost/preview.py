@@ -6,23 +6,9 @@ import dataclasses
 from typing import Any
 
 from probes_jax.cost.inspection import layout_of
-from probes_jax.spec.layout import Layout
+from probes_jax.spec.limits import Share, count_stored, exceeded, shares
 from probes_jax.spec.plan import Plan
-from probes_jax.spec.readings import decoder_of
 from probes_jax.step.state import TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """Of one family in one program.
-
-    Attributes:
-        series: Metrics in a report.
-        payload: Bytes of a report that go to the host.
-    """
-
-    series: int
-    payload: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +18,14 @@ class Preview:
     Attributes:
         plan: The plan.
         families: For `light` and `full`, the share of each family (the first part of a metric's name).
+        stored: Series of a full report that the online writers do not get; the store has them.
+        warnings: A sentence for each limit of the plan that a full report exceeds.
     """
 
     plan: Plan
     families: dict[str, dict[str, Share]]
+    stored: int = 0
+    warnings: tuple[str, ...] = ()
 
     def total(self, program: str) -> Share:
         """All that a program reports."""
@@ -60,7 +50,9 @@ class Preview:
             f"A full report every {self.plan.scan_every} steps, a light one of {light.payload:,} B on the others: "
             f"{self.bytes_a_step:,.0f} B a step."
         )
-        return "\n".join(lines)
+        online = full.series - self.stored
+        lines.append(f"Of a full report {online:,} series go online, {self.stored:,} to the store only.")
+        return "\n".join([*lines, *self.warnings])
 
 
 def preview(state: TrainState, batch: Any) -> Preview:
@@ -83,16 +75,8 @@ def preview(state: TrainState, batch: Any) -> Preview:
         >>> preview(state, batch).families["light"]["param"]
         Share(series=1, payload=8)
     """
-    programs = {program: layout_of(state, batch, program) for program in ("light", "full")}
-    return Preview(state.settings.plan, {program: _families(layout) for program, layout in programs.items()})
-
-
-def _families(layout: Layout) -> dict[str, Share]:
-    series: dict[str, int] = {}
-    for name in decoder_of(layout).names:
-        family = name.split("/")[0]
-        series[family] = series.get(family, 0) + 1
-    payload: dict[str, int] = dict.fromkeys(series, 0)
-    for slot in layout.slots:
-        payload[layout.entries[slot.entry].key.split("/")[0]] += 4 * slot.size
-    return {family: Share(series[family], payload[family]) for family in series}
+    layouts = {program: layout_of(state, batch, program) for program in ("light", "full")}
+    plan = state.settings.plan
+    families = {program: shares(layout) for program, layout in layouts.items()}
+    stored = sum(count_stored(layouts["full"], plan).values())
+    return Preview(plan, families, stored, exceeded(layouts["full"], plan))

@@ -10,7 +10,7 @@ from probes_jax.spec.plan import Plan
 
 
 def announce(report: Any, plan: Plan | None) -> None:
-    """Says what of this program cannot be seen, and why; and when its plan is not the recorder's.
+    """Says what of this program cannot be seen, and why; what is not as it should be; and a plan not the recorder's.
 
     Args:
         report: The first report of a layout. Only what is static in it is read.
@@ -25,5 +25,8 @@ def announce(report: Any, plan: Plan | None) -> None:
     coverage = getattr(report, "coverage", None)
     missing = [item for item in getattr(coverage, "missing", ()) if item[1] != ONE_DEVICE]
     scans = report.layout.program == "full" and (getattr(coverage, "seen", ()) or "act" in dict(missing))
+    if report.layout.program == "full":  # the light program has the same
+        for line in getattr(coverage, "warnings", ()):
+            log.warning("%s", line)
     if missing and scans:  # the light program misses the same
         log.warning("not measured in this run:\n%s", "\n".join(missing_lines(missing)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 
-from probes_jax.host.priority import is_one_of_many, priority_of, select
+from probes_jax.host.priority import select
 from probes_jax.spec.metric import Priority
+from probes_jax.spec.online import is_one_of_many, priority_of
 from probes_jax.spec.readings import Readings
 
 _LONGEST = 64  # windows that a recovery waits at most

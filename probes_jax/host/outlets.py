@@ -14,6 +14,7 @@ from probes_jax.host.delivery import Delivery
 from probes_jax.host.flight import FlightRecord
 from probes_jax.host.health import log
 from probes_jax.host.run_folder import RunFolder, check_folder, is_url
+from probes_jax.host.select import Selection
 from probes_jax.host.sink import DescribedSink, EventSink, Sink
 from probes_jax.host.worker import FLIGHT
 from probes_jax.spec.coverage import Coverage
@@ -54,7 +55,7 @@ class Outlets:
 
     Args:
         path: Run folder, or None.
-        plan: Goes to the store's definitions.
+        plan: Goes to the store's definitions, and says how many series the writers get.
         writer: Any CLU `MetricWriter`, instead of event files in the run folder.
         sinks: Used instead of event files and store.
         flush_every: Seconds between flushes of the sinks.
@@ -79,7 +80,8 @@ class Outlets:
         self._folder = None if path is None else RunFolder(_fixed(os.fspath(path)))
         self._flush_every = flush_every
         self._clock = clock
-        self._sinks = _named(sinks, writer) if sinks is not None else self._default(plan, writer)
+        shown = Plan.max_series if plan is None else plan.max_series
+        self._sinks = _named(sinks, writer, shown) if sinks is not None else self._default(plan, writer, shown)
 
     def deliveries(self, process: int, processes: int) -> list[Delivery]:
         """The threads to start on this process of so many: the sinks on process 0 only, the flight record on each."""
@@ -108,15 +110,15 @@ class Outlets:
             if isinstance(sink, EventSink):
                 sink.note(step, kind, payload)
 
-    def _default(self, plan: Plan | None, writer: Any) -> dict[str, Sink]:
+    def _default(self, plan: Plan | None, writer: Any, max_series: int) -> dict[str, Sink]:
         # Imported here: a recorder with sinks of its own needs neither TensorBoard's protos nor tensorstore.
         from probes_jax.host.writers.clu import WriterSink, default_writer
 
         sinks: dict[str, Sink] = {}
         if writer is not None:
-            sinks["writer"] = Borrowed(WriterSink(writer))
+            sinks["writer"] = Borrowed(WriterSink(writer, Selection(max_series=max_series)))
         elif self._folder is not None:
-            sinks["events"] = WriterSink(default_writer(self._folder.events))
+            sinks["events"] = WriterSink(default_writer(self._folder.events), Selection(max_series=max_series))
         if self._folder is not None:
             from probes_jax.host.store_sink import StoreSink
 
@@ -134,14 +136,14 @@ def _given(sink: Sink) -> Sink:
     return sink
 
 
-def _named(sinks: Iterable[Sink], writer: Any) -> dict[str, Sink]:
+def _named(sinks: Iterable[Sink], writer: Any, max_series: int) -> dict[str, Sink]:
     found: dict[str, Sink] = {}
     if not isinstance(sinks, Iterable) or isinstance(sinks, str):
         raise TypeError(f"sinks must be a list of sinks, got {sinks!r}; write sinks=[...]")
     if writer is not None:
         from probes_jax.host.writers.clu import WriterSink
 
-        found["writer"] = Borrowed(WriterSink(writer))
+        found["writer"] = Borrowed(WriterSink(writer, Selection(max_series=max_series)))
     for sink in sinks:
         if not isinstance(sink, Sink) or isinstance(sink, type):
             raise TypeError(f"sinks must have write, flush and close; got {sink!r}")

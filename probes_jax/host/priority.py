@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
+from probes_jax.spec.online import priority_of
 from probes_jax.spec.readings import Readings
-from probes_jax.spec.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +22,6 @@ class _Kept:
 
 
 _KEPT: dict[tuple[int, str], tuple[tuple[str, ...], _Kept]] = {}
-_MANY = ("{path}", "{index}")  # template words that stand for every layer, or every shard
-_LAYERED = ("act/", "grad_act/", "grad/", "param/", "update/", "residual/", "router/")
 
 
 def _kept(names: tuple[str, ...], rule: str, stays: Callable[[str], bool]) -> _Kept:
@@ -39,24 +36,6 @@ def _kept(names: tuple[str, ...], rule: str, stays: Callable[[str], bool]) -> _K
             _KEPT.clear()
         found = _KEPT[key] = (names, kept)  # holds `names`, so that its id cannot come back as another tuple
     return found[1]
-
-
-def priority_of(name: str) -> Priority:
-    """The registry's priority of a reported name; a name without an entry is P1."""
-    entry = REGISTRY.find(name)
-    return Priority.P1 if entry is None else entry.priority
-
-
-def is_one_of_many(name: str, registry: Registry = REGISTRY) -> bool:
-    """Whether a metric is that of one layer or shard, of which a model has any number.
-
-    >>> is_one_of_many("act/block[3]/mlp/rms"), is_one_of_many("act/abs_max")
-    (True, False)
-    """
-    spec = registry.find(name)
-    if spec is not None:
-        return any(word in spec.name for word in _MANY)
-    return name.startswith(_LAYERED) and name.count("/") >= 2
 
 
 def shed(readings: Readings, keep: Priority) -> Readings:

@@ -239,7 +239,14 @@ class Recorder:
                 index = index or 0
                 deliveries = self._outlets.deliveries(index, max(process_count(), index + 1))
                 upkeep = Upkeep(self._budget if index == 0 else None, self._outlets.note)
-                worker = Worker(self._backlog, deliveries, upkeep, clock=self._clock, guarded=self._guarded)
+                worker = Worker(
+                    self._backlog,
+                    deliveries,
+                    upkeep,
+                    clock=self._clock,
+                    guarded=self._guarded,
+                    max_series=Plan.max_series if self._plan is None else self._plan.max_series,
+                )
                 self._drain = Drain(worker, self._patience)
                 self._distributed = is_distributed()
                 shutdown.watch(self._drain, signals=not self._distributed)

@@ -1,7 +1,7 @@
 """Which metrics of a step go to the event files: every signal and group summary, and the worst few layers.
 
 A model with 48 layers has thousands of per-layer series: those go to the store. Event files get a bounded number of
-tags whose names are the same in every run:
+tags (`Plan.max_series`) whose names are the same in every run:
 
     loss/mean, grad/norm, act/abs_max, ...        everything whose name is not one of a family of layers or shards
     top/act/abs_max/1 .. top/act/abs_max/5        the five largest layers, worst first
@@ -15,8 +15,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from probes_jax.host.priority import is_one_of_many
 from probes_jax.spec.catalog import REGISTRY
+from probes_jax.spec.online import for_store_only
+from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings
 from probes_jax.spec.registry import Registry
 
@@ -61,15 +62,16 @@ class Selection:
     Args:
         worst: How many layers of each family are shown.
         registry: Which names are families of layers.
+        max_series: See `Plan.max_series`.
 
     Raises:
         ValueError: `worst` is negative.
     """
 
-    def __init__(self, worst: int = 5, registry: Registry = REGISTRY) -> None:
+    def __init__(self, worst: int = 5, registry: Registry = REGISTRY, max_series: int = Plan.max_series) -> None:
         if worst < 0:
             raise ValueError(f"worst must be 0 (no layers) or more, got {worst}")
-        self._worst, self._registry = worst, registry
+        self._worst, self._registry, self._max_series = worst, registry, max_series
         self._cache: dict[int, _Columns] = {}
 
     def __call__(self, readings: Readings) -> Selected:
@@ -97,8 +99,10 @@ class Selection:
     def _columns(self, names: tuple[str, ...]) -> _Columns:
         found = self._cache.get(id(names))  # one tuple object per layout: comparing thousands of names costs more
         if found is None:
-            many = {name: i for i, name in enumerate(names) if is_one_of_many(name, self._registry)}
-            group = np.array([i for i, name in enumerate(names) if name not in many], dtype=np.intp)
+            stored = for_store_only(names, self._max_series, self._registry)
+            many = {name: i for i, name in enumerate(names) if name in stored.layers}
+            left_out = stored.layers | stored.beyond
+            group = np.array([i for i, name in enumerate(names) if name not in left_out], dtype=np.intp)
             rankings = (_ranking(family, stats, many) for family, stats in RANKED)
             if len(self._cache) >= 64:
                 self._cache.clear()

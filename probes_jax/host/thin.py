@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from probes_jax.host.priority import priority_of
 from probes_jax.spec.layout import HEADER, Entry, Layout
 from probes_jax.spec.metric import Priority
+from probes_jax.spec.online import priority_of
 from probes_jax.spec.readings import decoder_of
 from probes_jax.spec.summary import KINDS, SummaryKind
 

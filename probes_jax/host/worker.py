@@ -15,6 +15,8 @@ from probes_jax.host.health import Complaint, Health
 from probes_jax.host.priority import shed
 from probes_jax.host.upkeep import UPKEEP_NAMES, Upkeep
 from probes_jax.spec.metric import Priority
+from probes_jax.spec.online import stored_only
+from probes_jax.spec.plan import Plan
 from probes_jax.spec.readings import Readings, decoder_of
 
 HOST_NAMES = (
@@ -25,6 +27,7 @@ HOST_NAMES = (
     "sys/data_wait",
     "sys/monitor/queue",
     "sys/monitor/bytes",
+    "sys/monitor/store_only",
     *UPKEEP_NAMES,
 )
 STOPPED = "alert/guard/stopped"
@@ -46,6 +49,7 @@ class Worker:
         upkeep: Measures what all of this costs, and says what is left out.
         clock: Seconds since the epoch, for the time at which a report reached the host.
         guarded: Whether somebody waits for `acknowledged`.
+        max_series: See `Plan.max_series`.
         cpu: CPU seconds of the calling thread.
 
     Attributes:
@@ -64,6 +68,7 @@ class Worker:
         *,
         clock: Callable[[], float] = time.time,
         guarded: bool = False,
+        max_series: int = Plan.max_series,
         cpu: Callable[[], float] = time.thread_time,
     ) -> None:
         self.backlog = backlog
@@ -74,6 +79,7 @@ class Worker:
         self._clock = clock
         self._cpu = cpu
         self._guarded = guarded
+        self._max_series = max_series
         self._complaint, self._behind = Complaint(), Complaint()
         self._said = 0  # records lost in part or whole when that was last said
         self._thread = threading.Thread(target=self._run, name="probes_jax-worker", daemon=True)
@@ -189,7 +195,8 @@ class Worker:
                 alone = buffer.ndim == 1 and not behind
                 times = item.record_seconds, item.data_wait
                 upkeep = self._look_at_cost(readings, arrived_at if alone else None)
-            values = (item.number, dropped, failed, *times, self.backlog.waiting, self._bytes, *upkeep)
+            stored = sum(map(len, stored_only(item.layout, self._max_series)))
+            values = (item.number, dropped, failed, *times, self.backlog.waiting, self._bytes, stored, *upkeep)
             self._deliver(readings.extended(HOST_NAMES, values, wall_time), pressure, item.thinned)
 
     def _look_at_cost(self, readings: Readings, arrived_at: float | None) -> tuple[float | None, ...]:

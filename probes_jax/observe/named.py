@@ -79,7 +79,7 @@ def observe(name: str, value: Any) -> Any:
     return _active.observers[-1].take(path, value) if _active.observers else value
 
 
-def observe_routing(name: str, indices: Any, *, experts: int, scores: Any = None) -> None:
+def observe_routing(name: str, indices: Any, *, experts: int, scores: Any = None, bias: Any = None) -> None:
     """Names the experts that tokens go to: load and balance are reported as `router/<module path>/<name>/...`.
 
     For routers that are no module of their own, or whose output does not tell. Write it in a linen or nnx module where
@@ -90,6 +90,7 @@ def observe_routing(name: str, indices: Any, *, experts: int, scores: Any = None
         indices: Numbers of the chosen experts, int `[*positions, k]`.
         experts: How many experts there are, E.
         scores: Float `[*positions, E]`: by how much the last of the k was chosen is reported, too.
+        bias: Float `[E]`, what is added to the scores to balance the experts: reported for each of them.
 
     Raises:
         ValueError: The name is empty, or the arrays are not of these shapes.
@@ -108,8 +109,10 @@ def observe_routing(name: str, indices: Any, *, experts: int, scores: Any = None
         raise ValueError(
             f"observe_routing scores must have the shape {[*shape[:-1], experts]}, got {list(jnp.shape(scores))}"
         )
+    if bias is not None and tuple(jnp.shape(bias)) != (experts,):
+        raise ValueError(f"observe_routing bias must have the shape {[experts]}, got {list(jnp.shape(bias))}")
     if _active.observers:
-        _active.observers[-1].take_routing(of_tokens(indices, experts, scores), path)
+        _active.observers[-1].take_routing(of_tokens(indices, experts, scores, bias), path)
 
 
 def _path(name: Any, function: str) -> tuple[str, ...]:

@@ -77,7 +77,10 @@ def find_coverage(run: Covered) -> RunCoverage:
     missing = {item: None for entry in here for item in entry["coverage"].missing}
     programs = tuple(dict.fromkeys(entry["program"] for entry in here))
     notes = [*damaged, *(_notes(entries, scanned, attempt) if scanned or not damaged else ())]
-    return RunCoverage(attempt, programs, Coverage(points, tuple(missing)), tuple(notes))
+    full = (scanned or here)[-1]["coverage"]
+    told = {line: None for entry in here for line in entry["coverage"].warnings}
+    coverage = Coverage(points, tuple(missing), full.stored, tuple(told))
+    return RunCoverage(attempt, programs, coverage, tuple(notes))
 
 
 def _notes(entries: Sequence[dict[str, Any]], scanned: Sequence[dict[str, Any]], attempt: int) -> list[str]:
@@ -139,6 +142,8 @@ def print_coverage(found: RunCoverage) -> None:
         print_table(as_table(found.coverage))
     for note in found.notes:
         print(note)
+    for line in found.coverage.lines():
+        print(line.strip())
     lines = missing_lines(found.coverage.missing, most=None)
     if lines or found.coverage.points:
         print("\n".join(lines) or "Nothing is missing.")

@@ -59,7 +59,7 @@ def spread(loads: jax.Array) -> dict[str, Value]:
     }
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("labels", "path"))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("rows", "bias"), meta_fields=("labels", "path"))
 @dataclasses.dataclass(frozen=True)
 class Loads:
     """Valid tokens of each expert of one router.
@@ -68,15 +68,18 @@ class Loads:
         rows: `tally` rows with the stack axes of its layers and one of experts.
         labels: A name for each layer, without what follows it.
         path: Path of the router's module.
+        bias: `mean` rows of the same stack: a number for each expert, where the model itself hands it over.
     """
 
     rows: Summary
     labels: tuple[str, ...]
     path: tuple[str, ...]
+    bias: Summary | None = None
 
     def merge(self, other: Loads) -> Loads:
         """Both parts together."""
-        return Loads(self.rows.merge(other.rows), self.labels, self.path)
+        bias = None if self.bias is None or other.bias is None else self.bias.merge(other.bias)
+        return Loads(self.rows.merge(other.rows), self.labels, self.path, bias)
 
     @property
     def experts(self) -> int:

@@ -80,17 +80,21 @@ class Coverage:
         points: Every point that the trace of the step came across, in forward order. Empty for a program that
             observes no activations.
         missing: (point or metric, reason and the line that mends it).
+        stored: (family, how many of its series the online writers do not get; the store has them).
+        warnings: Sentences about what is measured and is not as it should be, each with what to change.
     """
 
     points: tuple[SeenPoint, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
+    stored: tuple[tuple[str, int], ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash  # it is part of every report's structure: hashed once
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.points, self.missing))
+        return hash((self.points, self.missing, self.stored, self.warnings))
 
     @functools.cached_property
     def seen(self) -> tuple[str, ...]:
@@ -105,7 +109,18 @@ class Coverage:
     def __str__(self) -> str:
         counts = f"{len(self.reported)} of {len(self.seen)} observed points reported"
         none = "no activations are observed" if "act" in dict(self.missing) else LIGHT_ONLY
-        return "\n".join([counts if self.points else none, *missing_lines(self.missing)])
+        return "\n".join([counts if self.points else none, *missing_lines(self.missing), *self.lines()])
+
+    def lines(self) -> list[str]:
+        """What goes to the store only, and the warnings.
+
+        >>> Coverage(stored=(("act", 1200), ("grad", 300))).lines()
+        ['  1,500 series go to the store only: act 1,200, grad 300']
+        """
+        total = sum(count for _, count in self.stored)
+        families = ", ".join(f"{family} {count:,}" for family, count in self.stored)
+        stored = [f"  {total:,} series go to the store only: {families}"] if total else []
+        return [*stored, *(f"  {warning}" for warning in self.warnings)]
 
     def table(self) -> list[tuple[str, ...]]:
         """The points as rows of text under `HEADINGS`; layers that are alike are one row.
@@ -119,7 +134,8 @@ class Coverage:
 
     def _repr_html_(self) -> str:
         rows = "".join(_html_row("td", cells) for cells in self.table())
-        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in missing_lines(self.missing, most=None))
+        told = (*missing_lines(self.missing, most=None), *self.lines())
+        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in told)
         counts = html.escape(str(self).splitlines()[0])
         return f"<p>{counts}</p><table>{_html_row('th', HEADINGS)}{rows}</table><ul>{lines}</ul>"
 
@@ -128,6 +144,8 @@ class Coverage:
         return {
             "points": [dataclasses.asdict(point) for point in self.points],
             "missing": [{"name": name, "reason": reason} for name, reason in self.missing],
+            "stored": [{"family": family, "series": count} for family, count in self.stored],
+            "warnings": list(self.warnings),
         }
 
     @classmethod
@@ -144,7 +162,10 @@ class Coverage:
         )
         words = ("name", "reason")
         missing = tuple(tuple(_as("str", word, item[word]) for word in words) for item in data["missing"])
-        return cls(points, missing)
+        stored = tuple(
+            (_as("str", "family", s["family"]), _as("int", "series", s["series"])) for s in data.get("stored", ())
+        )
+        return cls(points, missing, stored, _as("tuple[str, ...]", "warnings", data.get("warnings", ())))
 
 
 def missing_lines(missing: Iterable[tuple[str, str]], most: int | None = _MOST) -> list[str]:

@@ -86,6 +86,11 @@ class Plan:
         unit: What one element of `Loss.nll` is, in the singular: "token", "example", "pixel". Tables say it where
             they give units; the names of metrics stay.
         stages: In steps that scan, measure what each named stage of `pj.chain` makes of the gradient.
+        max_series: Series that the online writers (event files, a CLU writer) get at most. Those of single layers go to
+            the run folder's store only; of the others P2 and then P1 too, by whole families, where there are more. P0
+            is never left out.
+        max_payload: Bytes of one full report above which a line in the log says which families they are. Nothing is
+            left out for it.
     """
 
     groups: tuple[str, ...] = ()
@@ -113,6 +118,8 @@ class Plan:
     expert_shards: int | None = None
     unit: str = "token"
     stages: bool = False
+    max_series: int = 2000
+    max_payload: int = 1_000_000
 
     def __post_init__(self) -> None:
         for name in (
@@ -125,7 +132,14 @@ class Plan:
             *(name for name in ("token_axes", "feature_axes") if getattr(self, name) is not None),
         ):
             self._set(name, check.names(f"Plan {name}", getattr(self, name)))
-        for name, least in (("scan_every", 1), ("window", 2), ("min_history", 2), ("clip_window", 1)):
+        for name, least in (
+            ("scan_every", 1),
+            ("window", 2),
+            ("min_history", 2),
+            ("clip_window", 1),
+            ("max_series", 1),
+            ("max_payload", 1),
+        ):
             self._set(name, check.integer(f"Plan {name}", getattr(self, name), least))
         for name in ("top_k", "expert_shards"):
             if getattr(self, name) is not None:

@@ -16,7 +16,9 @@ NOTHING = -jnp.inf  # no measurement
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("family", "names", "positions", "size")
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "bias"),
+    meta_fields=("family", "names", "positions", "size"),
 )
 @dataclasses.dataclass(frozen=True)
 class PerToken:
@@ -31,6 +33,7 @@ class PerToken:
         names: Name of each column; one for all where the family says what they are.
         positions: How many axes are positions of tokens.
         size: Of routing, how many experts there are.
+        bias: Of routing, a number for each expert, float32 `[*stack, size]`; None where it is not known.
     """
 
     values: jax.Array
@@ -38,6 +41,7 @@ class PerToken:
     names: tuple[str, ...]
     positions: int
     size: int = 0
+    bias: jax.Array | None = None
 
     def stack_shape(self) -> tuple[int, ...]:
         """Leading axes before the positions."""
@@ -46,7 +50,9 @@ class PerToken:
     def collapse(self, axis: int) -> PerToken:
         """With one stack axis (examples, chunks of them) as the first axis of the positions."""
         last = len(self.stack_shape()) - 1
-        return dataclasses.replace(self, values=jnp.moveaxis(self.values, axis, last), positions=self.positions + 1)
+        bias = None if self.bias is None else self.bias.max(axis)  # the same for all, or `NOTHING`
+        values = jnp.moveaxis(self.values, axis, last)
+        return dataclasses.replace(self, values=values, bias=bias, positions=self.positions + 1)
 
     def carried(self) -> PerToken:
         """As `Summary.carried`: nothing to do."""
@@ -54,7 +60,8 @@ class PerToken:
 
     def identity(self) -> PerToken:
         """The same without a measurement."""
-        return dataclasses.replace(self, values=filled(self.values, NOTHING))
+        bias = None if self.bias is None else filled(self.bias, NOTHING)
+        return dataclasses.replace(self, values=filled(self.values, NOTHING), bias=bias)
 
 
 def mean_square(x: jax.Array) -> PerToken:

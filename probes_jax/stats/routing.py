@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from probes_jax.stats.exact import encode_count
 from probes_jax.stats.partial import WHOLE, Split, cut
-from probes_jax.stats.per_token import ROUTER, PerToken
+from probes_jax.stats.per_token import NOTHING, ROUTER, PerToken
 from probes_jax.stats.sketch import count_buckets
 from probes_jax.stats.summary import Summary
 
@@ -49,13 +49,16 @@ def read_routing(output: Any, top_k: int | None) -> PerToken | str:
     return of_tokens(jax.lax.top_k(wide, top_k)[1], wide.shape[-1], wide)
 
 
-def of_tokens(indices: jax.Array, experts: int, scores: jax.Array | None = None) -> PerToken:
+def of_tokens(
+    indices: jax.Array, experts: int, scores: jax.Array | None = None, bias: jax.Array | None = None
+) -> PerToken:
     """The chosen experts of each token, and by how much the last one was chosen.
 
     Args:
         indices: int `[*positions, k]`.
         experts: E.
         scores: float `[*positions, E]`: the margin is the k-th largest less the one after it.
+        bias: float `[E]`, what is added to the score of each expert.
     """
     k = indices.shape[-1]
     columns = [jax.lax.stop_gradient(indices).astype(jnp.float32)]
@@ -64,14 +67,38 @@ def of_tokens(indices: jax.Array, experts: int, scores: jax.Array | None = None)
         highest = jax.lax.top_k(jax.lax.stop_gradient(scores).astype(jnp.float32), k + 1)[0]
         columns.append(highest[..., k - 1 : k] - highest[..., k:])
         names = (*names, MARGIN)
-    return PerToken(jnp.concatenate(columns, axis=-1), ROUTER, names, indices.ndim - 1, experts)
+    bias = None if bias is None else jax.lax.stop_gradient(bias).astype(jnp.float32)
+    return PerToken(jnp.concatenate(columns, axis=-1), ROUTER, names, indices.ndim - 1, experts, bias)
 
 
 def margins(found: PerToken) -> PerToken | None:
     """Of the routing of tokens, by how much the last expert was chosen; None where that is not known."""
     if MARGIN not in found.names:
         return None
-    return dataclasses.replace(found, values=found.values[..., -1:], names=(MARGIN,))
+    return dataclasses.replace(found, values=found.values[..., -1:], names=(MARGIN,), bias=None)
+
+
+def summarize_bias(bias: jax.Array, split: Split = WHOLE) -> Summary:
+    """The numbers of each expert as `mean` rows, `bias.shape` the stack: a shard has them in their places, others not.
+
+    Args:
+        bias: float `[*stack, E]`; `NOTHING` is absent.
+        split: How the mesh shards it.
+    """
+    x, sizes = cut(bias.astype(jnp.float32), split), dict(split.sizes)
+    rows, array = len(x.axes), x.array
+    for axis in range(bias.ndim):
+        array = jnp.concatenate([array] * (bias.shape[axis] // array.shape[rows + axis]), rows + axis)
+    mine = jnp.ones(array.shape, bool)
+    for axis in range(bias.ndim):
+        here, length = jnp.zeros(array.shape, jnp.int32), x.array.shape[rows + axis]
+        for name in split.dims[axis] if axis < len(split.dims) and length < bias.shape[axis] else ():
+            here = here * sizes[name] + jax.lax.broadcasted_iota(jnp.int32, array.shape, x.axes.index(name))
+        mine &= jax.lax.broadcasted_iota(jnp.int32, array.shape, rows + axis) // length == here
+    told = mine & (array != NOTHING)
+    leaves = {"total": jnp.where(told, array, 0.0), "weight": told.astype(jnp.float32)}
+    behind = {key: jnp.moveaxis(leaf, range(rows), range(bias.ndim, leaf.ndim)) for key, leaf in leaves.items()}
+    return Summary.of(behind, "mean", x.axes)
 
 
 def count_experts(found: PerToken, valid: jax.Array, split: Split = WHOLE) -> Summary:

@@ -16,6 +16,7 @@ from probes_jax.observe.clip import find_clip
 from probes_jax.observe.frozen import frozen_leaves
 from probes_jax.observe.learning_rate import find_learning_rate
 from probes_jax.observe.names import label_params
+from probes_jax.observe.reach import find_reach
 from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.plan import Plan
 from probes_jax.step.alike import check_alike, shape_facts
@@ -25,6 +26,7 @@ from probes_jax.step.manual import under
 from probes_jax.step.monitor import init_monitor
 from probes_jax.step.objective import LEFT_OUT, Notes, Objective
 from probes_jax.step.partition import Partition
+from probes_jax.step.reach import reach_of_extra
 from probes_jax.step.replica import shardings_of, why_not
 from probes_jax.step.select import Wrt, flatten, join, split_trained, unflatten
 from probes_jax.step.settings import Settings
@@ -222,6 +224,7 @@ def describe(
     missing |= {} if rate else {"opt/learning_rate": no_rate}
     missing |= {} if "replica" in plan.left_out else why_not(core, partition.mesh, partition.manual)
     missing |= dict.fromkeys(plan.without, LEFT_OUT) | idle
+    reach, warnings = reach_of_extra(notes, leaves, infos, plan)
     return Settings(
         binding=binding,
         tx=called,
@@ -238,6 +241,8 @@ def describe(
         clip=clip,
         missing=missing,
         routes=notes.routes,
+        reach=reach,
+        warnings=warnings,
     )
 
 
@@ -268,7 +273,12 @@ def _trace_model(
     objective = Objective(binding, loss_fn, plan, partition, scan=True, probes=True)
 
     def trace(params: Any, frozen: Any, state: Any, batch: Any, key: jax.Array) -> Any:
-        return objective(join(params, frozen), state, batch, key, notes)
+        *sums, part = objective(join(params, frozen), state, batch, key, notes)
+        if notes.extra:
+            notes.reach = flatten(
+                find_reach(lambda p: objective.extra(join(p, frozen), state, batch, key), notes.extra, params)
+            )
+        return *sums, part
 
     args = (core.params, core.frozen, core.model_state, batch, key)
     jax.eval_shape(under(partition, trace, args) if partition.manual else trace, *args)

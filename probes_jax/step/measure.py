@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from probes_jax.signals.parameters import measure_encoder, measure_gradients, me
 from probes_jax.signals.together import find_groups, join_infos, join_tensors
 from probes_jax.signals.tokens import name_spread
 from probes_jax.spec.coverage import Coverage, SeenPoint
+from probes_jax.spec.limits import count_stored, exceeded
 from probes_jax.step.in_graph import read_in_graph
 from probes_jax.step.loss_scale import update_loss_scale
 from probes_jax.step.monitor import MonitorState
@@ -29,6 +31,7 @@ from probes_jax.step.pack import Counters, Scalars, pack_report
 from probes_jax.step.reduce import reduce_measured
 from probes_jax.step.replica import measure_copies
 from probes_jax.step.report import Report
+from probes_jax.step.router_bias import measure_biases
 from probes_jax.step.second_moment import NONE, find_second_moments, measure_second_moments, name_orders
 from probes_jax.step.select import flatten
 from probes_jax.step.settings import Settings
@@ -145,6 +148,8 @@ def finish(
         notes.missing |= {} if moments else {"opt/second_moment": NONE}
     if layers and mesh is not None and not settings.partition.manual and "replica" not in without:
         items = items + measure_copies(before, settings.lies, mesh)
+    if layers:
+        items = items + measure_biases(settings, before, part.loads, notes)
     reduced = reduce_measured(items, program, mesh)
     values = read_values(reduced)
     if guard is None:
@@ -165,6 +170,7 @@ def finish(
     _watch_optimizer(settings, before.opt_state, after.opt_state, skip, scalars)
     skipped = guard.skipped != before.monitor.guard.skipped  # not a left out empty step
     scalars["alert/guard/skipped"] = (skipped.astype(jnp.float32), True)
+    scalars |= {name: (jnp.float32(share), True) for name, share in settings.reach.items()}
     scalars |= read_in_graph(settings, part, reduced, new, notes, scan=layers)
     noise, of_noise = watch_noise(monitor.noise, part.noise, reduced, values.gradient_norm)
     monitor = monitor._replace(noise=noise)
@@ -176,6 +182,11 @@ def finish(
     buffer, layout = pack_report(reduced, scalars, counters, step)
     if mesh is not None and not settings.partition.manual:
         buffer = jax.lax.with_sharding_constraint(buffer, settings.replicated())
+    coverage = dataclasses.replace(
+        coverage,
+        stored=tuple(count_stored(layout, settings.plan).items()),
+        warnings=(*settings.warnings, *exceeded(layout, settings.plan)),
+    )
     return monitor, Report(buffer, layout, coverage, part.aux, settings.plan.fingerprint)
 
 

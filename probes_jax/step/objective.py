@@ -29,14 +29,15 @@ from probes_jax.stats.attention import LOGIT, apart, measure_attention
 from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
-from probes_jax.stats.partial import Split
+from probes_jax.stats.partial import WHOLE, Split
 from probes_jax.stats.per_token import ATTENTION, FAMILIES, MEDIA, ROUTER, PerToken, mean_square
 from probes_jax.stats.precision import summarize_moments_precisely
-from probes_jax.stats.routing import count_experts, margins, read_routing
+from probes_jax.stats.routing import count_experts, margins, read_routing, summarize_bias
 from probes_jax.stats.summary import Summary
 from probes_jax.step.batch import naming_keys
 from probes_jax.step.loss import Tokens, check_loss, find_logits
 from probes_jax.step.partition import Partition
+from probes_jax.step.select import Path
 
 UNFIT = (
     "positions of shape {0} are not those of the loss, {1}, so which of them hold a token is not known; say so: "
@@ -130,6 +131,8 @@ class Notes:
     tokens: int = 1  # in one microbatch, valid or not
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     routes: bool = False  # some router was seen
+    extra: tuple[str, ...] = ()  # names of the optimized scalars
+    reach: Mapping[Path, frozenset[str]] = dataclasses.field(default_factory=dict)  # those that train each parameter
     stacks: dict[tuple[str, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
     axes: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     backward: Callable[[Any], dict[Point, Summary]] = lambda gradient: {}
@@ -183,7 +186,7 @@ class Objective:
             stack.enter_context(naming_keys(batch))
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups, self.plan.modalities)
         captured, result = bound.finish(), own.result()
-        notes.tokens = max(tokens.nll.size, 1)
+        notes.tokens, notes.extra = max(tokens.nll.size, 1), tuple(tokens.extra)
         of_tokens, loads = self._of_tokens(captured, tokens, notes, size)
         notes.routes = bool(loads)
         seen = tuple(point for point in (*captured.seen, *result.seen) if point.class_name not in FAMILIES)
@@ -214,6 +217,14 @@ class Objective:
             loads=loads,
         )
         return total, weight, part
+
+    def extra(self, params: Any, state: Any, batch: Any, key: jax.Array) -> dict[str, jax.Array]:
+        """The optimized scalars beside the loss, with nothing observed."""
+        bound = self.binding.bind(params, state, rngs=Rngs(key))
+        with naming_keys(batch):
+            tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups, self.plan.modalities)
+        bound.finish()
+        return tokens.extra
 
     def _probes(self, batch: int) -> Probes:
         without, plan = self.plan.left_out, self.plan
@@ -298,7 +309,10 @@ class Objective:
         tokens = self.partition.tokens(positions)
         split = Split((*stack, *tokens.dims), tokens.sizes)
         counted = summarize_where_it_lies(count, split, found.values, fitting)
-        return Loads(counted, tuple(row.removesuffix("/{stat}") for row in rows), point.path)
+        bias = None
+        if self.scan and found.bias is not None:
+            bias = summarize_where_it_lies(summarize_bias, WHOLE, found.bias)
+        return Loads(counted, tuple(row.removesuffix("/{stat}") for row in rows), point.path, bias)
 
     def matches(self, text: str, point: Point, layers: Layers) -> bool:
         """Whether a word of `Plan.include` or `Plan.exclude` means this point."""

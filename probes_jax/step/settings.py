@@ -37,6 +37,8 @@ class Settings:
         clip: How the chain's clip stage is asked whether it clips, or None.
         missing: Metrics that this run cannot have, and why.
         routes: Whether the model has routers: they are looked at in every step.
+        reach: Share of the trained elements that the gradient of each extra term reaches, by the metric's name.
+        warnings: What is not as it should be, and what to change; every report's coverage has them.
     """
 
     binding: Any
@@ -54,6 +56,8 @@ class Settings:
     clip: ClipProbe | None
     missing: dict[str, str]
     routes: bool = False
+    reach: dict[str, float] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     programs: dict[str, Any] = dataclasses.field(default_factory=dict)  # name -> jitted function, filled on first use
 
     @property

@@ -6,6 +6,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -49,7 +50,8 @@ def reported_names() -> set[str]:
     for _ in range(2):
         state, report = pj.monitored_train_step(state, make_batch())
         names |= set(decoder_of(report.layout).names)
-    _, report = pj.monitored_train_step(make_state(tx=groups, microbatches=2), make_batch())
+    state = make_state(tx=groups, plan=pj.Plan(groups=GROUPS, more=("noise",)), microbatches=2)
+    _, report = pj.monitored_train_step(state, make_batch())
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
     names |= names_of_modalities()
@@ -69,6 +71,7 @@ class WithExperts(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(16, 8)(tokens)
         x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        pj.observe_routing("own", tokens[..., None] % 2, experts=2, bias=jnp.zeros(2))
         return Moe(name="moe")(x)
 
 
@@ -84,7 +87,8 @@ def names_of_full(model, plan, batch, **kwargs) -> set[str]:
     """All names of the full program, without compiling it."""
 
     def loss_fn(model, batch, rngs):
-        return model(batch["tokens"]).mean()
+        out = model(batch["tokens"])
+        return pj.Loss(nll=out.mean(-1), extra={"z": (out**2).mean()})
 
     state = make_state(model=model, plan=plan, loss_fn=loss_fn, batch=batch, **kwargs)
     run = functools.partial(step_program, state.settings, "full", np.int32(0))

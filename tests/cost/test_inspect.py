@@ -273,6 +273,8 @@ def test_a_preview_says_what_a_report_holds():
     act = [name for name in report.readings()[0].names if name.startswith("act/")]
     assert seen.families["full"]["act"].series == len(act) and "act" not in seen.families["light"]
     assert f"every {state.settings.plan.scan_every} steps" in str(seen)
+    assert seen.stored == sum(count for _, count in report.coverage.stored) > len(act)
+    assert f"{seen.stored} to the store only" in str(seen) and not seen.warnings
     with pytest.raises(TypeError, match=r"pj\.TrainState"):
         pj.preview({}, batch)
 

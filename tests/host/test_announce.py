@@ -16,6 +16,7 @@ from tests.host.recorder_fakes import FULL, LIGHT, buffer_of
 class Coverage:
     seen: tuple = ("embed", "layer", "head")
     missing: tuple = ()
+    warnings: tuple = ()
 
 
 @dataclasses.dataclass
@@ -82,3 +83,11 @@ def test_another_plan_than_the_recorder_s_is_said(said):
     assert "another plan than the recorder's" in line
     record([report(0, LIGHT, plan=other)])  # a recorder without a plan compares nothing
     assert len(said()) == 1
+
+
+def test_what_is_not_as_it_should_be_is_said_once(said):
+    found = dataclasses.replace(report(0, FULL), coverage=Coverage(warnings=("a full report is 2,000,000 bytes",)))
+    again = dataclasses.replace(found, buffer=buffer_of(1, FULL))
+    light = dataclasses.replace(found, buffer=buffer_of(2, LIGHT), layout=LIGHT)
+    record([found, again, light])
+    assert said() == ["a full report is 2,000,000 bytes"]

@@ -13,11 +13,11 @@ import probes_jax as pj
 from probes_jax.host import upkeep
 from probes_jax.host.budget import Budget, Shed
 from probes_jax.host.cost import HostCost
-from probes_jax.host.priority import priority_of
 from probes_jax.host.upkeep import UPKEEP_NAMES, Upkeep
 from probes_jax.present.unusual import find_unusual
 from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.metric import Priority
+from probes_jax.spec.online import priority_of
 from probes_jax.spec.readings import Readings
 from tests.contracts.source import ROOT
 from tests.host.recorder_fakes import FULL, LIGHT, DeviceBuffer, FakeReport, ListSink, buffer_of, report, wait_for

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from probes_jax.host.backlog import ITEM_BYTES, STOP, Backlog, Pending, Ticket
-from probes_jax.host.priority import priority_of, shed
+from probes_jax.host.priority import shed
 from probes_jax.host.queue import OBJECT_COST, ReadingsQueue, cost_of
 from probes_jax.spec.metric import Priority
+from probes_jax.spec.online import priority_of
 from probes_jax.spec.readings import Readings
 from tests.host.recorder_fakes import FULL, LIGHT, DeviceBuffer, buffer_of, full_layout
 

@@ -99,3 +99,8 @@ def test_equal_ids_of_other_names_do_not_mix():
     for i in range(200):  # more layouts than the cache holds
         names = (f"my/metric_{i}",)
         assert select(report(names)).scalars == {f"my/metric_{i}": 0.0}
+
+
+def test_a_plan_with_less_room_leaves_signals():
+    names = ("loss/mean", "grad/norm", "grad/abs_mean", "data/tokens", "act/a/rms", "sys/monitor/queue")
+    assert sorted(Selection(max_series=1)(report(names)).scalars) == ["grad/norm", "loss/mean", "sys/monitor/queue"]

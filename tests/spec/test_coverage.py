@@ -77,6 +77,12 @@ def test_a_notebook_shows_the_table_and_every_reason():
 def test_it_is_part_of_the_structure_of_a_report():
     same = Coverage.from_json(json.loads(json.dumps(COVERAGE.to_json())))
     assert same == COVERAGE and hash(same) == hash(COVERAGE)
+    told = Coverage(POINTS, stored=(("act", 1200), ("grad", 300)), warnings=("a report is too large",))
+    assert Coverage.from_json(json.loads(json.dumps(told.to_json()))) == told
+    assert str(told).splitlines()[1:] == [
+        "  1,500 series go to the store only: act 1,200, grad 300",
+        "  a report is too large",
+    ]
     assert Coverage(POINTS[:1]) != COVERAGE
 
 

@@ -59,6 +59,8 @@ def test_lists_are_taken_as_tuples():
         ({"scan_every": 2.0}, "scan_every must be an integer"),
         ({"min_history": "3"}, "min_history"),
         ({"skip_empty": 1}, "skip_empty must be True or False, got 1"),
+        ({"max_series": 0}, "max_series must be"),
+        ({"max_payload": 1e6}, "max_payload must be an integer"),
     ],
 )
 def test_a_mistake_fails_when_the_plan_is_built_and_names_itself(settings, match):

@@ -80,6 +80,8 @@ def test_extra_losses_are_averaged_over_microbatches():
         state = make_state(loss_fn=loss_fn, plan=pj.Plan(), microbatches=microbatches)
         _, report = pj.monitored_train_step(state, make_batch())
         assert report.scalars()["loss/extra/router"] == pytest.approx(0.01, rel=1e-5)
+        assert report.scalars()["loss/extra/router/reach"] == 0  # L058: 0.0 times the logits trains nothing
+        assert "loss/extra/router trains nothing" in str(report.coverage)
         assert np.shape(report.aux["first"]) == ((4,) if microbatches == 4 else ())
 
 

@@ -78,6 +78,24 @@ METRICS = (
         catches="an auxiliary term that dominates, or that no longer trains anything",
         source="defined here",
     ),
+    *(
+        MetricSpec(
+            name=f"loss/extra/{{name}}/{stat}",
+            symbol=symbol,
+            unit="1",
+            priority=Priority.P1,
+            cadence=Cadence.EVERY_STEP,
+            definition=f"elements of {of} that the term's gradient can reach, over all of them; 0 trains nothing",
+            reduction="of whole tensors; static per program",
+            timing="found once, from the traced backward pass of the term alone",
+            catches="an auxiliary term that is logged and has no gradient: detached, counted, or multiplied by 0",
+            source="defined here",
+        )
+        for stat, symbol, of in (
+            ("reach", "R_extra", "trained parameters"),
+            ("router_reach", "R_router", "the routers' trained parameters"),
+        )
+    ),
     MetricSpec(
         name="data/tokens",
         symbol="N_tok",

@@ -38,6 +38,11 @@ METRICS = (
     ),
     MetricSpec("router/{path}/load/{expert}", "p_i", "1", Priority.P2, Cadence.EVERY_100, "c_i / sum c", _SUMMED,
                _TIMING, "which expert is overloaded, or dead", _SOURCE),
+    MetricSpec("router/{path}/bias/{expert}", "b_i", "1", Priority.P2, Cadence.EVERY_100,
+               "what is added to the score of expert i: a parameter or carried array of the router, or one handed over",
+               "of each expert; mean over microbatches where the model hands it over",
+               "as the forward pass of the step used it, before any update",
+               "a balance that only the bias holds up, or one that runs away", _SOURCE),
     *(
         MetricSpec(f"router/{{path}}/margin/{stat}", "top-k margin", "1", Priority.P2, Cadence.EVERY_100,
                    f"{what} over valid tokens of the k-th largest score less the (k+1)-th",

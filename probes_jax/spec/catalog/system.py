@@ -95,6 +95,16 @@ METRICS = (
         "a report that grew",
     ),
     _metric(
+        "sys/monitor/store_only",
+        "n_store",
+        "count",
+        "series of this report that event files and CLU writers do not get: those of single layers and shards, and "
+        "those beyond Plan.max_series; a run folder's store has them",
+        "this report",
+        "when the record is read",
+        "a dashboard that shows less than was measured",
+    ),
+    _metric(
         "sys/monitor/scan_overhead",
         "rho_scan",
         "1",

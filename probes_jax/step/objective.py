@@ -187,7 +187,7 @@ class Objective:
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups, self.plan.modalities)
         captured, result = bound.finish(), own.result()
         notes.tokens, notes.extra = max(tokens.nll.size, 1), tuple(tokens.extra)
-        of_tokens, loads = self._of_tokens(captured, tokens, notes, size)
+        of_tokens, loads = self._of_tokens(captured, tokens, notes)
         notes.routes = bool(loads)
         seen = tuple(point for point in (*captured.seen, *result.seen) if point.class_name not in FAMILIES)
         found = {**captured.points, **result.points}
@@ -238,7 +238,7 @@ class Objective:
         )
 
     def _of_tokens(
-        self, captured: Captured, tokens: Tokens, notes: Notes, batch: int
+        self, captured: Captured, tokens: Tokens, notes: Notes
     ) -> tuple[tuple[Spread, ...], tuple[Loads, ...]]:
         """Summaries of what was measured of each token, and the loads of experts."""
         loads = []
@@ -266,11 +266,8 @@ class Objective:
             valid = fit_valid(tokens.valid, positions)
             assert valid is not None  # asked above
             sketch = names != (LOGIT,)
-            split = self.partition.tokens(positions)
-            if family == ATTENTION:  # heads are sharded, too
-                split = self.partition.activation((*positions, 1), batch)
-                split = Split(split.dims[: len(positions)], split.sizes)
-            found.append(measure_tokens(group, valid, split, self.partition.mesh, sketch=sketch))
+            lies = self.partition.heads if family == ATTENTION else self.partition.tokens
+            found.append(measure_tokens(group, valid, lies(positions), self.partition.mesh, sketch=sketch))
         return tuple(found), tuple(loads)
 
     def _of_modalities(self, captured: Captured, tokens: Tokens, notes: Notes) -> dict[str, Summary]:

@@ -144,6 +144,18 @@ class Partition:
                     break
         return self._split(tuple(dims))
 
+    def heads(self, shape: tuple[int, ...]) -> Split:
+        """Split of numbers of each query and head, `[*batch, T, heads]`: heads by the axes that shard features."""
+        if self.manual or self.mesh is None:
+            return self.tokens(shape)
+        tokens = self.token_axes[: len(shape) - 1]
+        used = [axis for group in tokens for axis in group]
+        cut: tuple[str, ...] = ()
+        for axis in (each.axis for each in self.features if each.last and each.axis not in used):
+            if shape[-1] % math.prod(self.mesh.shape[name] for name in (*cut, axis)) == 0:
+                cut = (*cut, axis)
+        return self._split((*tokens, *((),) * (len(shape) - 1 - len(tokens)), cut))
+
     def with_features(self, params: Any, said: tuple[str, ...] | None = None) -> Partition:
         """The same with what the parameters' shardings tell of the axes that do not shard tokens.
 

@@ -49,7 +49,7 @@ def reported_names() -> set[str]:
     for _ in range(2):
         state, report = pj.monitored_train_step(state, make_batch())
         names |= set(decoder_of(report.layout).names)
-    _, report = pj.monitored_train_step(make_state(tx=groups, microbatches=2), make_batch())
+    _, report = pj.monitored_train_step(make_state(tx=groups, plan=plan, microbatches=2), make_batch())
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
     names |= names_of_modalities()
@@ -69,6 +69,7 @@ class WithExperts(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(16, 8)(tokens)
         x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        pj.observe_gate("gate", x)
         return Moe(name="moe")(x)
 
 

@@ -95,7 +95,7 @@ def main(steps=250):
     images, digits = load_images()
     train, held_out = np.s_[:-297], np.s_[-297:]
     stream = batches(images[train], digits[train])
-    plan = pj.Plan(groups=("seen", "blind"), modalities=("text", "image"), encoder="^vision/", more=("attention",))
+    plan = pj.Plan(groups=("seen", "blind"), modalities=("text", "image"), encoder="^vision/")
     tx = pj.chain(("clip", optax.clip_by_global_norm(1.0)), ("adam", optax.scale_by_adam(b2=0.95)),
                   ("lr", optax.scale_by_learning_rate(2e-3)))  # fmt: skip
     state = pj.TrainState.create(

@@ -18,7 +18,7 @@ from flax.nnx import Rngs
 import probes_jax as pj
 
 KINDS = ("linen", "scanned", "nnx")
-CONFIG = decoder_linen.Config(length=64, width=64, layers=3, heads=4, hidden=256)
+CONFIG = decoder_linen.Config(length=64, width=64, layers=2, heads=4, hidden=256)
 
 
 def make_model(kind):  # neither file knows of probes_jax

@@ -20,6 +20,8 @@ class Config:
         layers: Number of blocks.
         heads: Attention heads; divides `width`.
         hidden: Features inside the feed-forward network.
+        scan: One block that is scanned over the layers and computed again on the way back, instead of one a layer: it
+            compiles once, and keeps only what it was given.
     """
 
     vocabulary: int = 256
@@ -28,6 +30,7 @@ class Config:
     layers: int = 4
     heads: int = 6
     hidden: int = 768
+    scan: bool = False
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -67,7 +70,14 @@ class TransformerLM(nn.Module):
         x_BxTxD = nn.Embed(c.vocabulary, c.width, embedding_init=small, name="embed")(tokens_BxT)
         x_BxTxD += nn.Embed(c.length, c.width, embedding_init=small, name="position_embed")(positions_T)
         mask = nn.make_causal_mask(tokens_BxT)
-        for layer in range(c.layers):
-            x_BxTxD = Block(c, name=f"block_{layer}")(x_BxTxD, mask)
+        if c.scan:
+            layer = nn.remat(lambda block, x, mask: (block(x, mask), None), prevent_cse=False)
+            stack = nn.scan(
+                layer, {"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=c.layers
+            )  # parameters [layers, ...]
+            x_BxTxD, _ = stack(Block(c, name="block"), x_BxTxD, mask)
+        else:
+            for layer in range(c.layers):
+                x_BxTxD = Block(c, name=f"block_{layer}")(x_BxTxD, mask)
         x_BxTxD = nn.LayerNorm(name="final_norm")(x_BxTxD)
         return nn.Dense(c.vocabulary, use_bias=False, kernel_init=small, name="head")(x_BxTxD)

@@ -46,6 +46,7 @@ _HOMES = {
     "layerwise_learning_rates": "probes_jax.observe.layerwise",
     "monitored_train_step": "probes_jax.step.train",
     "observe": "probes_jax.observe",
+    "observe_gate": "probes_jax.observe.named",
     "observe_routing": "probes_jax.observe.named",
     "open_run": "probes_jax.host.run_folder",
     "preview": "probes_jax.cost.preview",
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from probes_jax.observe.chain import chain as chain
     from probes_jax.observe.layerwise import layerwise_learning_rates as layerwise_learning_rates
     from probes_jax.observe.named import observe as observe
+    from probes_jax.observe.named import observe_gate as observe_gate
     from probes_jax.observe.named import observe_routing as observe_routing
     from probes_jax.observe.rngs import Rngs as Rngs
     from probes_jax.observe.wrap import wrap as wrap

@@ -112,7 +112,7 @@ class LinenRecorder:
         output = self._observe(frame, output, cls, frame.method)
         name = "/".join(frame.path[len(around.path) :])
         if role == "router" and self._probes.routing is not None:
-            self._take_routing(frame, self._probes.routing(output), ())
+            self._take_routing(frame, self._probes.routing(output))
         self._streams.returned(name, role, output, args[0] if args else None)
         return output
 
@@ -197,17 +197,17 @@ class LinenRecorder:
             with not_watched():
                 self._keep_tokens(frame, self._probes.attention(*args, **options), ())
 
-    def take_routing(self, found: PerToken, path: Path) -> None:
-        """Routing that the model names itself: below the module whose method runs."""
+    def take_tokens(self, found: PerToken, path: Path) -> None:
+        """Numbers of each token that the model names itself: below the module whose method runs."""
         frame = self._running()
-        if not frame.scope.flags.get("initializing", False) and self._probes.routing is not None:
-            self._take_routing(frame, found, path)
+        if not frame.scope.flags.get("initializing", False) and self._probes.wants(found.family):
+            self._keep_tokens(frame, found, path)
 
-    def _take_routing(self, frame: Call, found: PerToken | str, name: Path) -> None:
+    def _take_routing(self, frame: Call, found: PerToken | str) -> None:
         if isinstance(found, PerToken):
-            self._keep_tokens(frame, found, name)
+            self._keep_tokens(frame, found, ())
         else:
-            visit = Visit((*frame.path, *name), ROUTER, "__call__", {"": ()}, found)
+            visit = Visit(frame.path, ROUTER, "__call__", {"": ()}, found)
             self.visits += [] if self._is_repeated(visit) else [visit]
 
     def _keep_tokens(self, frame: Call, found: PerToken, name: Path) -> None:

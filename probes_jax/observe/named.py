@@ -16,7 +16,8 @@ from probes_jax.observe.lift import not_carried
 from probes_jax.observe.point import Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.tap import Measure
-from probes_jax.stats.per_token import ROUTER, PerToken
+from probes_jax.stats.gate import measure_gate
+from probes_jax.stats.per_token import RESIDUAL, ROUTER, PerToken
 from probes_jax.stats.routing import of_tokens
 from probes_jax.stats.summary import Summary
 
@@ -25,6 +26,10 @@ OUTSIDE = (
     "inside {0} in loss_fn, which does not bring it out; apply jax.vmap, jax.checkpoint or jax.lax.scan in loss_fn "
     "itself, or observe the value where it comes out of {0}"
 )
+IN_LOSS = {
+    ROUTER: "pj.observe_routing is called in loss_fn; call it in the module that chooses the experts",
+    RESIDUAL: "pj.observe_gate is called in loss_fn; call it in the module that has the gate",
+}
 
 
 class Observer(Protocol):
@@ -34,8 +39,8 @@ class Observer(Protocol):
         """Records the float arrays of `value` and returns it, with taps where there are slots."""
         ...
 
-    def take_routing(self, found: PerToken, path: tuple[str, ...]) -> None:
-        """Records which experts the tokens go to."""
+    def take_tokens(self, found: PerToken, path: tuple[str, ...]) -> None:
+        """Records numbers of each token, if their family is measured."""
         ...
 
 
@@ -112,7 +117,38 @@ def observe_routing(name: str, indices: Any, *, experts: int, scores: Any = None
     if bias is not None and tuple(jnp.shape(bias)) != (experts,):
         raise ValueError(f"observe_routing bias must have the shape {[experts]}, got {list(jnp.shape(bias))}")
     if _active.observers:
-        _active.observers[-1].take_routing(of_tokens(indices, experts, scores, bias), path)
+        _active.observers[-1].take_tokens(of_tokens(indices, experts, scores, bias), path)
+
+
+def observe_gate(name: str, gate: Any, *, temperature: float = 1.0) -> None:
+    """Names the gate of a residual branch: `residual/<module path>/<name>/saturation/...` says how much of it is shut.
+
+    Write it in a linen or nnx module, where `sigmoid(gate / temperature)` multiplies the branch. It is measured where
+    residual paths are, `Plan(more=("residual",))`; elsewhere, and outside of a monitored step, it does nothing.
+
+    Args:
+        name: Its name below the module; `/` makes levels.
+        gate: What the sigmoid is given, float `[*positions, channels]`.
+        temperature: What it is divided by before the sigmoid.
+
+    Raises:
+        ValueError: The name is empty, the array is not of this shape, or the temperature is not above 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> observe_gate("gate", jnp.zeros((4, 8)))
+    """
+    path = _path(name, "observe_gate")
+    shape, kind = jnp.shape(gate), jnp.result_type(gate)
+    if len(shape) < 2 or not jnp.issubdtype(kind, jnp.floating):
+        raise ValueError(
+            f"observe_gate gate must be float [*positions, channels], got {kind}{list(shape)}; broadcast one that is "
+            "the same for all tokens: jnp.broadcast_to(gate, x.shape)"
+        )
+    if not temperature > 0:
+        raise ValueError(f"observe_gate temperature must be above 0, got {temperature!r}")
+    if _active.observers:
+        _active.observers[-1].take_tokens(measure_gate(gate, temperature), path)
 
 
 def _path(name: Any, function: str) -> tuple[str, ...]:
@@ -149,11 +185,10 @@ class LossObserver:
         self._evaluation.keep(record, [visit])
         return tapped(self._measure, value, record, slots) if isinstance(slots, Record) else value
 
-    def take_routing(self, found: PerToken, path: tuple[str, ...]) -> None:
-        """See `Observer.take_routing`: experts are in the model."""
-        del found
-        why = "pj.observe_routing is called in loss_fn; call it in the module that chooses the experts"
-        self._evaluation.keep(None, [Visit((LOSS, *path), ROUTER, "__call__", {"": ()}, why, LOSS)])
+    def take_tokens(self, found: PerToken, path: tuple[str, ...]) -> None:
+        """See `Observer.take_tokens`: what is measured of tokens is in the model."""
+        visit = Visit((LOSS, *path), found.family, "__call__", {"": ()}, IN_LOSS[found.family], LOSS)
+        self._evaluation.keep(None, [visit])
 
     def result(self) -> Result:
         """What was seen and measured."""

@@ -206,7 +206,7 @@ class NNXRecorder:
         output = self._observe(module, Visit(path, cls, method, shapes_of(leaves)), leaves, output)
         name = "/".join(path[len(top.path) :])
         if role == "router" and self._probes.routing is not None:
-            self._take_routing(module, path, self._probes.routing(output), ())
+            self._take_routing(module, path, self._probes.routing(output))
         self._streams.returned(name, role, output, args[0] if args else None)
         return output
 
@@ -256,17 +256,17 @@ class NNXRecorder:
             with not_watched():
                 self._keep_tokens(top.module, top.path, self._probes.attention(*args, **options), ())
 
-    def take_routing(self, found: PerToken, path: Path) -> None:
-        """Routing that the model names itself: below the module whose method runs."""
+    def take_tokens(self, found: PerToken, path: Path) -> None:
+        """Numbers of each token that the model names itself: below the module whose method runs."""
         top = self._frames[-1]
-        if self._probes.routing is not None:
-            self._take_routing(top.module, top.path, found, path)
+        if self._probes.wants(found.family):
+            self._keep_tokens(top.module, top.path, found, path)
 
-    def _take_routing(self, module: Any, path: Path, found: PerToken | str, name: Path) -> None:
+    def _take_routing(self, module: Any, path: Path, found: PerToken | str) -> None:
         if isinstance(found, PerToken):
-            self._keep_tokens(module, path, found, name)
+            self._keep_tokens(module, path, found, ())
         else:
-            self.levels[-1].visits.append(Visit((*path, *name), ROUTER, "__call__", {"": ()}, found))
+            self.levels[-1].visits.append(Visit(path, ROUTER, "__call__", {"": ()}, found))
 
     def _keep_tokens(self, module: Any, path: Path, found: PerToken, name: Path) -> None:
         visit = Visit((*path, *name), found.family, "__call__", {"": found.values.shape[:-1]})

@@ -10,7 +10,7 @@ import jax
 
 from probes_jax.observe.lift import not_carried
 from probes_jax.observe.tap import Measure
-from probes_jax.stats.per_token import PerToken
+from probes_jax.stats.per_token import RESIDUAL, ROUTER, PerToken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,10 @@ class Probes:
     attention: Callable[..., PerToken] | None = None
     entry: Callable[[jax.Array], PerToken] | None = None
     roles: tuple[tuple[str, str], ...] = ()
+
+    def wants(self, family: str) -> bool:
+        """Whether what a model names itself is measured: its routing, or the gate of a residual branch."""
+        return {ROUTER: self.routing, RESIDUAL: self.branch}[family] is not None
 
     @classmethod
     def of(cls, measure: Measure | Probes) -> Probes:

@@ -187,7 +187,8 @@ class Objective:
             tokens = check_loss(self.loss_fn(bound, batch, Rngs(key)), self.plan.groups, self.plan.modalities)
         captured, result = bound.finish(), own.result()
         notes.tokens, notes.extra = max(tokens.nll.size, 1), tuple(tokens.extra)
-        of_tokens, loads = self._of_tokens(captured, tokens, notes)
+        missing = {**captured.missing, **result.missing}
+        of_tokens, loads = self._of_tokens(captured.tokens, missing, tokens, notes)
         notes.routes = bool(loads)
         seen = tuple(point for point in (*captured.seen, *result.seen) if point.class_name not in FAMILIES)
         found = {**captured.points, **result.points}
@@ -196,7 +197,7 @@ class Objective:
         notes.left_out = tuple(point for point in seen if point not in notes.seen)
         notes.stacks, notes.axes = dict(captured.stacks), dict(captured.axes)
         notes.backward = lambda found: self._tapped({**captured.backward(found), **own.backward(found)}, notes.layers)
-        missing = {p: why for p, why in {**captured.missing, **result.missing}.items() if p.class_name not in FAMILIES}
+        missing = {point: why for point, why in missing.items() if point.class_name not in FAMILIES}
         missing = self._wanted(missing if self.observes else {}, notes.layers)
         notes.missing.update({str(point): why for point, why in missing.items()})
         total, weight = self._sums(tokens)
@@ -238,13 +239,14 @@ class Objective:
         )
 
     def _of_tokens(
-        self, captured: Captured, tokens: Tokens, notes: Notes
+        self, found: Mapping[Point, PerToken], missing: Mapping[Point, str], tokens: Tokens, notes: Notes
     ) -> tuple[tuple[Spread, ...], tuple[Loads, ...]]:
         """Summaries of what was measured of each token, and the loads of experts."""
         loads = []
         alike: dict[Any, dict[tuple[str, ...], PerToken]] = {}
-        missing = {point: why for point, why in captured.missing.items() if point.class_name in FAMILIES}
-        for point, each in captured.tokens.items():
+        asked = set(FAMILIES).difference(self.plan.left_out)
+        missing = {point: why for point, why in missing.items() if point.class_name in asked}
+        for point, each in found.items():
             if each.family == MEDIA:
                 continue
             positions = each.values.shape[len(each.stack_shape()) : -1]
@@ -261,14 +263,14 @@ class Objective:
                 labels = tuple(row.replace("{stat}", f"{name}/{{stat}}") for row in rows for name in part.names)
                 alike.setdefault((positions, part.names, each.family), {})[labels] = part
         notes.missing.update({f"{point.class_name}/{point}": why for point, why in missing.items()})
-        found = []
+        measured = []
         for (positions, names, family), group in alike.items():
             valid = fit_valid(tokens.valid, positions)
             assert valid is not None  # asked above
             sketch = names != (LOGIT,)
             lies = self.partition.heads if family == ATTENTION else self.partition.tokens
-            found.append(measure_tokens(group, valid, lies(positions), self.partition.mesh, sketch=sketch))
-        return tuple(found), tuple(loads)
+            measured.append(measure_tokens(group, valid, lies(positions), self.partition.mesh, sketch=sketch))
+        return tuple(measured), tuple(loads)
 
     def _of_modalities(self, captured: Captured, tokens: Tokens, notes: Notes) -> dict[str, Summary]:
         """Share of each modality, and in a scan the scale at which it enters the first block."""

@@ -6,7 +6,6 @@ import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -50,8 +49,7 @@ def reported_names() -> set[str]:
     for _ in range(2):
         state, report = pj.monitored_train_step(state, make_batch())
         names |= set(decoder_of(report.layout).names)
-    state = make_state(tx=groups, plan=pj.Plan(groups=GROUPS, more=("noise",)), microbatches=2)
-    _, report = pj.monitored_train_step(state, make_batch())
+    _, report = pj.monitored_train_step(make_state(tx=groups, plan=plan, microbatches=2), make_batch())
     names |= set(decoder_of(report.layout).names)
     batch = shard(make_batch(), mesh_of(data=2), "data")
     names |= names_of_modalities()
@@ -71,7 +69,7 @@ class WithExperts(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(16, 8)(tokens)
         x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
-        pj.observe_routing("own", tokens[..., None] % 2, experts=2, bias=jnp.zeros(2))
+        pj.observe_gate("gate", x)
         return Moe(name="moe")(x)
 
 

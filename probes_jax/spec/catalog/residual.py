@@ -15,6 +15,7 @@ _STATS = {
     },
 }
 _P0 = ("stream_norm", "branch_norm", "ratio")
+THETAS = (0.05, 0.1, 0.25)  # a channel of a gate is shut below
 
 # column, symbol, definition, what it catches
 _COLUMNS = (
@@ -51,6 +52,16 @@ def _metrics() -> list[MetricSpec]:
                     f"{stat} over tokens of {definition}", reduction, _TIMING, catches, _SOURCE,
                 )
             )  # fmt: skip
+    for stat, reduction in _STATS.items():
+        found.append(
+            MetricSpec(
+                f"residual/{{path}}/saturation/{{theta}}/{stat}", "#{beta_j < theta} / d", "1", Priority.P1,
+                Cadence.EVERY_100,
+                f"{stat} over tokens of #{{j: sigmoid(g_j / T) < theta}} / d, theta one of {THETAS}", reduction,
+                "forward pass of the step, of what pj.observe_gate is given", "a branch that its gate has shut off",
+                _SOURCE,
+            )
+        )  # fmt: skip
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -270,7 +271,9 @@ def _trace_model(
 ) -> tuple[Notes, dict[str, str]]:
     """Finds out about the model without computing anything; and what of the plan means nothing in it."""
     notes = Notes()
-    objective = Objective(binding, loss_fn, plan, partition, scan=True, probes=True)
+    # Also what the plan leaves out is looked at here: a parameter's layers are known from the module that scans it.
+    whole = dataclasses.replace(plan, without=tuple(family for family in plan.without if family != "act"))
+    objective = Objective(binding, loss_fn, whole, partition, scan=True, probes=True)
 
     def trace(params: Any, frozen: Any, state: Any, batch: Any, key: jax.Array) -> Any:
         *sums, part = objective(join(params, frozen), state, batch, key, notes)

@@ -6,6 +6,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -70,6 +71,7 @@ class WithExperts(nn.Module):
         x = nn.Embed(16, 8)(tokens)
         x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
         pj.observe_gate("gate", x)
+        pj.observe_routing("first", jnp.zeros((*tokens.shape, 1), int), experts=4, bias=jnp.zeros(4))
         return Moe(name="moe")(x)
 
 

@@ -113,9 +113,8 @@ def test_frozen_parameters_do_not_count():
     assert report.scalars()["grad/microbatch_norm"] == pytest.approx(np.sqrt(square), rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["tensor"])
-def test_shards_are_the_whole_for_no_more_collectives(case):
-    axes, token_axes, rule, _ = CASES[case]
+def test_shards_are_the_whole_for_no_more_collectives():
+    axes, token_axes, rule, _ = CASES["data"]
     batch, shards = make_batch(batch=16), axes["data"]
     # Every shard gives its part to every microbatch: an order in which these are the halves of the batch.
     order = np.arange(16).reshape(2, shards, 8 // shards).transpose(1, 0, 2).ravel()
@@ -127,7 +126,7 @@ def test_shards_are_the_whole_for_no_more_collectives(case):
     _, many = pj.monitored_train_step(state, sharded)
     for name in NAMES:
         assert many.scalars()[name] == pytest.approx(alone.scalars()[name], rel=1e-3), name
-    bare = make_state(plan=only("noise", scan_every=2, without=("noise",)), **kwargs)
+    bare = make_state(plan=only(scan_every=2), **kwargs)
     assert count_collectives(state, "full", sharded) == count_collectives(bare, "full", sharded)
 
 

@@ -46,23 +46,18 @@ def reported_names() -> set[str]:
         for label, rate in (("top", 0.1), ("rest", 0.01))
     }
     groups = optax.multi_transform(rates, lambda params: {k: "top" if k == "head" else "rest" for k in params})
-    names: set[str] = set()
-    for _ in range(2):
-        state, report = pj.monitored_train_step(state, make_batch())
-        names |= set(decoder_of(report.layout).names)
-    _, report = pj.monitored_train_step(make_state(tx=groups, plan=plan, microbatches=2), make_batch())
-    names |= set(decoder_of(report.layout).names)
-    batch = shard(make_batch(), mesh_of(data=2), "data")
+    names = names_of(state, "full", make_batch()) | names_of(state, "light", make_batch())
+    names |= names_of(make_state(tx=groups, plan=plan, microbatches=2), "full", make_batch())
     names |= names_of_modalities()
     names |= names_of_full(WithExperts(), pj.Plan(more=MORE, top_k=2, expert_shards=2, precision=True), make_batch())
-    return names | names_of_full(
-        Model(),
-        pj.Plan(
-            more=MORE,
-        ),
-        batch,
-        shardings=replicated,
-    )
+    batch = shard(make_batch(), mesh_of(data=2), "data")
+    return names | names_of_full(Model(), pj.Plan(more=MORE), batch, shardings=replicated)
+
+
+def names_of(state, program, batch) -> set[str]:
+    """All names of a program, without compiling it."""
+    run = functools.partial(step_program, state.settings, program, np.int32(0))
+    return set(decoder_of(jax.eval_shape(run, state.core, batch)[1].layout).names)
 
 
 class WithExperts(nn.Module):
@@ -78,21 +73,15 @@ class WithExperts(nn.Module):
 def names_of_modalities() -> set[str]:
     batch = test_modality.make_batch()
     options = dict(plan=test_modality.PLAN, batch=batch, loss_fn=test_modality.loss_fn)
-    state = make_state(model=test_modality.Model(), **options)
-    run = functools.partial(step_program, state.settings, "full", np.int32(0))
-    return set(decoder_of(jax.eval_shape(run, state.core, batch)[1].layout).names)
+    return names_of(make_state(model=test_modality.Model(), **options), "full", batch)
 
 
 def names_of_full(model, plan, batch, **kwargs) -> set[str]:
-    """All names of the full program, without compiling it."""
-
     def loss_fn(model, batch, rngs):
         out = model(batch["tokens"])
         return pj.Loss(nll=out.mean(-1), extra={"z": (out**2).mean()})
 
-    state = make_state(model=model, plan=plan, loss_fn=loss_fn, batch=batch, **kwargs)
-    run = functools.partial(step_program, state.settings, "full", np.int32(0))
-    return set(decoder_of(jax.eval_shape(run, state.core, batch)[1].layout).names)
+    return names_of(make_state(model=model, plan=plan, loss_fn=loss_fn, batch=batch, **kwargs), "full", batch)
 
 
 def test_every_reported_name_is_registered_and_every_entry_is_reported():

@@ -37,8 +37,10 @@ def _optimizer():
     )
 
 
-def make_state(batch_size: int, length: int, config: Config) -> tuple[pj.TrainState, dict[str, jax.Array]]:
-    """The state before the first step of one of the shapes, and a batch on the device."""
+def make_state(
+    batch_size: int, length: int, config: Config, **measured: Any
+) -> tuple[pj.TrainState, dict[str, jax.Array]]:
+    """The state before the first step of one of the shapes, and a batch on the device; `measured` goes to the plan."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (batch_size, length)).astype(np.int32)
     batch = {
@@ -47,7 +49,7 @@ def make_state(batch_size: int, length: int, config: Config) -> tuple[pj.TrainSt
         "mask": np.ones((batch_size, length), np.float32),
         "source": rng.integers(0, 3, batch_size).astype(np.int32),
     }
-    plan = pj.Plan(groups=("code", "docs", "law"))
+    plan = pj.Plan(groups=("code", "docs", "law"), **measured)
     state = pj.TrainState.create(model=TransformerLM(config), tx=_optimizer(), loss_fn=loss_fn, plan=plan, batch=batch)
     return state, jax.device_put(batch)
 
@@ -99,12 +101,12 @@ def measure(rounds: int = 20, compiles: int = 3) -> Iterator[Figure]:
                 values.append(taken[key] / taken["A"])
         yield Figure(f"plain step, {name}", *bootstrap(np.concatenate(base) * 1e3), "ms", "", None, COMMAND)
         for key, values in ratios.items():
-            yield _ratio(f"{TITLES[key]}, {name}", np.concatenate(values), targets.get(key))
+            yield ratio(f"{TITLES[key]}, {name}", np.concatenate(values), targets.get(key))
         mean = (99 * np.concatenate(ratios["light"]) + np.concatenate(ratios["full"])) / 100
-        yield _ratio(f"mean step with a scan every 100, {name}", mean, targets.get("mean"))
+        yield ratio(f"mean step with a scan every 100, {name}", mean, targets.get("mean"))
 
 
-def _ratio(title: str, samples: np.ndarray, target: float | None) -> Figure:
+def ratio(title: str, samples: np.ndarray, target: float | None, command: str = COMMAND) -> Figure:
     value, low, high = bootstrap(samples)
     wanted, met = ("", None) if target is None else (f"all <= {target}", high <= target)
-    return Figure(title, value, low, high, "ratio", wanted, met, COMMAND)
+    return Figure(title, value, low, high, "ratio", wanted, met, command)

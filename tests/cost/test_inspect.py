@@ -19,6 +19,7 @@ from probes_jax.cost.traffic import bytes_accessed, collectives
 from probes_jax.spec.layout import HEADER
 from tests.step.small import GROUPS, make_batch, make_state
 
+PLAN = pj.Plan(groups=GROUPS)
 SMALL = dict(layers=3, width=64, vocabulary=128, heads=2)
 
 
@@ -62,7 +63,7 @@ def test_every_family_costs_what_the_program_costs_with_it(found):
 
 def test_the_payload_and_the_series_are_those_of_a_report():
     batch = make_batch()
-    state = make_state(batch=batch, donate=False)
+    state = make_state(plan=PLAN, batch=batch, donate=False)
     seen = pj.inspect(state, batch, programs=("full",), by=None)
     _, report = pj.monitored_train_step(state, batch)
     cost = seen.programs["full"].cost
@@ -74,7 +75,7 @@ def test_the_payload_and_the_series_are_those_of_a_report():
 
 def test_points_by_name():
     batch = make_batch()
-    state = make_state(batch=batch)
+    state = make_state(plan=PLAN, batch=batch)
     seen = pj.inspect(state, batch, programs=("full",), by="point", points="^head$")
     assert list(seen.parts["full"]) == ["head"]
     assert seen.parts["full"]["head"].series > 0
@@ -97,7 +98,7 @@ def test_points_of_layers_are_written_as_a_plan_has_them(scan):
 
 def test_each_program_is_said_before_it_is_compiled_unless_nobody_wants_to_know(caplog):
     batch = make_batch()
-    state = make_state(batch=batch)
+    state = make_state(plan=PLAN, batch=batch)
     pj.inspect(state, batch, programs=("light",))
     assert [record.getMessage() for record in caplog.records if record.name == "probes_jax.inspect"] == [
         f"inspect compiles program {number} of 5: {what}"
@@ -152,8 +153,9 @@ def test_an_abstract_state_is_the_real_one_without_its_arrays():
     def rule(path, shape):
         return PartitionSpec(None, "model") if len(shape) == 2 and shape[1] % 2 == 0 else PartitionSpec()
 
-    real = make_state(batch=batch, shardings=rule)
+    real = make_state(plan=PLAN, batch=batch, shardings=rule)
     described = make_state(
+        plan=PLAN,
         batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch),
         shardings=rule,
         abstract=True,
@@ -265,7 +267,7 @@ def test_a_light_program_scans_no_tensor():
 
 def test_a_preview_says_what_a_report_holds():
     batch = make_batch()
-    state = make_state(batch=batch, donate=False)
+    state = make_state(plan=PLAN, batch=batch, donate=False)
     seen = pj.preview(state, batch)
     _, report = pj.monitored_train_step(state, batch)
     assert seen.total("full").series == len(report.readings()[0].names)
@@ -281,7 +283,7 @@ def test_a_preview_says_what_a_report_holds():
 
 def test_looking_at_a_state_leaves_no_trace_in_it():
     batch = make_batch()
-    state = make_state(batch=batch)
+    state = make_state(plan=PLAN, batch=batch)
     pj.preview(state, batch)
     pj.inspect(state, batch, programs=("light",), by="point", points="^head$")
     assert not state.settings.programs  # by these a step knows that it is the first, where processes are compared
@@ -291,7 +293,7 @@ def test_looking_at_a_state_leaves_no_trace_in_it():
 def test_a_pattern_that_is_none_is_refused(points):
     batch = make_batch()
     with pytest.raises(ValueError, match="points"):
-        pj.inspect(make_state(batch=batch), batch, by="point", points=points)
+        pj.inspect(make_state(plan=PLAN, batch=batch), batch, by="point", points=points)
 
 
 def test_axes_that_the_plan_names_are_cut_as_those_that_are_found():

@@ -96,15 +96,15 @@ def make_sgd():
     return pj.chain(("clip", optax.clip_by_global_norm(0.5)), ("lr", optax.scale_by_learning_rate(0.1)))
 
 
-def only(*families, without=(), **settings):
+def only(*families, groups=GROUPS, without=(), **settings):
     """A plan of these families and no others: a test compiles what it is about."""
     rest = tuple(family for family in FAMILIES if family not in (*families, *MORE))
     more = tuple(family for family in families if family in MORE)
-    return pj.Plan(groups=GROUPS, more=more, without=(*rest, *without), **settings)
+    return pj.Plan(groups=groups, more=more, without=(*rest, *without), **settings)
 
 
 def make_state(model=None, tx=None, plan=None, batch=None, **kwargs):
-    plan = pj.Plan(groups=GROUPS) if plan is None else plan
+    plan = only() if plan is None else plan
     return pj.TrainState.create(
         model=pj.wrap(Model() if model is None else model),
         tx=make_tx() if tx is None else tx,

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import GROUPS, VOCAB, WIDTH, Block, Model, make_batch, make_state
+from tests.step.small import GROUPS, VOCAB, WIDTH, Block, Model, make_batch, make_state, only
 
 
 class Step(nn.Module):
@@ -80,7 +80,7 @@ def test_which_of_two_calls_gives_the_logits_must_be_said(said):
         nll = optax.softmax_cross_entropy_with_integer_labels(logits + 0.1 * other, batch["targets"])
         return pj.Loss(nll=nll, mask=batch["mask"], logits=logits if said else None)
 
-    state = make_state(Model(), loss_fn=twice)
+    state = make_state(Model(), loss_fn=twice, plan=only("logits"))
     report = jax.eval_shape(lambda batch: pj.monitored_train_step(state, batch)[1], make_batch())
     reason = dict(report.coverage.missing).get("logits", "")
     assert said == (reason == "") == any("logits" in entry.key for entry in report.layout.entries)

@@ -15,7 +15,7 @@ from flax import nnx
 
 import probes_jax as pj
 from probes_jax.step.loss import check_loss_fn
-from tests.step.small import GROUPS, VOCAB, Model, NNXModel, loss_fn, make_batch, make_state
+from tests.step.small import VOCAB, Model, NNXModel, loss_fn, make_batch, make_state, only
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def make_state_with(module, weights, key):
         model=module,
         tx=optax.sgd(0.1),
         loss_fn=loss_fn,
-        plan=pj.Plan(groups=GROUPS),
+        plan=only(),
         batch=make_batch(),
         variables=weights,
         rngs=key,
@@ -114,11 +114,11 @@ def test_the_last_step_that_int32_counts_is_no_end():
 
 def test_what_no_point_matches_is_refused():
     with pytest.raises(ValueError, match=r"include 'blokc' matches no point of this model; its points are embed,"):
-        make_state(plan=pj.Plan(groups=GROUPS, include=("embed", "blokc")))
+        make_state(plan=only(include=("embed", "blokc")))
 
 
 def test_a_word_of_exclude_that_means_no_point_is_named():
-    state = make_state(plan=pj.Plan(groups=GROUPS, exclude=("blokc", "block[0..1]/up", "block/down", "block[7]")))
+    state = make_state(plan=only(exclude=("blokc", "block[0..1]/up", "block/down", "block[7]")))
     _, report = pj.monitored_train_step(state, make_batch())
     idle = {name: why for name, why in report.coverage.missing if name.startswith("Plan exclude")}
     assert set(idle) == {"Plan exclude 'blokc'", "Plan exclude 'block[7]'"}

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.spec.plan import MORE
-from tests.step.small import GROUPS, LENGTH, VOCAB, WIDTH, make_batch, make_sgd, make_state, make_tx
+from tests.step.small import GROUPS, LENGTH, VOCAB, WIDTH, make_batch, make_sgd, make_state, make_tx, only
 from tests.step.test_mesh import count_collectives
 
 P = PartitionSpec
@@ -102,7 +102,7 @@ def place(batch, mesh, spec):
 
 
 def make(model, batch, **kwargs):
-    return make_state(model=model, loss_fn=loss_fn, batch=batch, plan=PLAN, **{"tx": make_sgd(), **kwargs})
+    return make_state(model=model, loss_fn=loss_fn, batch=batch, **{"plan": PLAN, "tx": make_sgd(), **kwargs})
 
 
 def run(model, batches, **kwargs):
@@ -168,8 +168,9 @@ def test_a_caller_who_set_no_mesh():
     assert_same(alone, found)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("types", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+@pytest.mark.parametrize(
+    ("types", "microbatches"), [((AxisType.Explicit, AxisType.Auto), 1), ((AxisType.Auto, AxisType.Explicit), 2)]
+)
 def test_a_mesh_with_explicit_and_automatic_axes(types, microbatches):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
     batches = [make_batch(seed, batch=16) for seed in range(2)]
@@ -186,9 +187,10 @@ def test_an_outer_scan(context):
     """Both programs under one cond, and the state's types unchanged by a step."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     batches = [make_batch(seed, batch=16) for seed in range(4)]
-    _, alone = run(Model(), batches)
+    plan = only("grad", "update", scan_every=2)
+    _, alone = run(Model(), batches, plan=plan)
     with jax.set_mesh(mesh) if context else contextlib.nullcontext():
-        state = make(Model(), place(batches[0], mesh, P("data")))
+        state = make(Model(), place(batches[0], mesh, P("data")), plan=plan)
         stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
         stacked = {key: jax.device_put(x, NamedSharding(mesh, P(None, "data"))) for key, x in stacked.items()}
         _, reports = jax.jit(lambda s, b: jax.lax.scan(pj.monitored_train_step, s, b))(state, stacked)
@@ -208,7 +210,7 @@ def test_a_guard_skips_exactly():
             loss_fn=loss_fn,
             tx=make_tx(),
             batch=batch,
-            plan=pj.Plan(more=MORE, groups=GROUPS, guard=pj.Guard()),
+            plan=only(guard=pj.Guard()),
         )
         before = jax.tree.map(np.array, (state.params, state.opt_state))
         state, report = pj.monitored_train_step(state, batch)

@@ -14,7 +14,7 @@ from probes_jax.signals.parameters import measure_gradients
 from probes_jax.step.reduce import reduce_measured
 from probes_jax.step.select import flatten
 from probes_jax.step.watch import read_values
-from tests.step.small import GROUPS, make_batch, make_state, make_tx
+from tests.step.small import make_batch, make_state, make_tx, only
 
 
 def poisoned_loss(model, batch, rngs):
@@ -32,7 +32,7 @@ def batch_with(factor, seed=0, rows=None):
 
 
 def run(factors, plan=None, **kwargs):
-    plan = pj.Plan(groups=GROUPS, scan_every=100) if plan is None else plan
+    plan = only(scan_every=100) if plan is None else plan
     state = make_state(plan=plan, loss_fn=poisoned_loss, batch=batch_with(1.0), **kwargs)
     reports = []
     for seed, factor in enumerate(factors):
@@ -47,7 +47,7 @@ def run(factors, plan=None, **kwargs):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_nonfinite_step_is_skipped_exactly(bad, microbatches):
-    plan = pj.Plan(groups=GROUPS, guard=pj.Guard())
+    plan = only(guard=pj.Guard())
     state, reports = run([1, 1, bad, 1, bad], plan, microbatches=microbatches)
     assert [report["untouched"] for report in reports] == [False, False, True, False, True]
     assert [report["alert/guard/skipped"] for report in reports] == [0, 0, 1, 0, 1]
@@ -70,7 +70,7 @@ def test_counters_are_separate():
 
 
 def test_the_guard_stops_rather_than_accepts():
-    plan = pj.Plan(groups=GROUPS, guard=pj.Guard(max_consecutive=2))
+    plan = only(guard=pj.Guard(max_consecutive=2))
     state, reports = run([1, np.nan, np.nan, np.nan, 1, 1], plan)
     assert [report["alert/guard/stopped"] for report in reports][-3:] == [1, 1, 1]
     assert [report["untouched"] for report in reports] == [False, True, True, True, True, True]
@@ -85,9 +85,7 @@ def test_a_skip_is_one_decision_for_all_devices():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     place = NamedSharding(mesh, PartitionSpec("data"))
     good, bad = (jax.device_put(batch_with(f, rows=slice(3, 4)), place) for f in (1.0, np.nan))
-    state = make_state(
-        plan=pj.Plan(groups=GROUPS, guard=pj.Guard()), loss_fn=poisoned_loss, batch=good, shardings=lambda *_: None
-    )
+    state = make_state(plan=only(guard=pj.Guard()), loss_fn=poisoned_loss, batch=good, shardings=lambda *_: None)
     state, _ = pj.monitored_train_step(state, good)
     state, report = pj.monitored_train_step(state, bad)
     assert report.scalars()["alert/guard/skipped"] == 1
@@ -97,7 +95,7 @@ def test_a_skip_is_one_decision_for_all_devices():
 
 
 def test_co_spike():
-    plan = pj.Plan(groups=GROUPS, window=8, min_history=4)
+    plan = only(window=8, min_history=4)
     _, reports = run([1.0] * 8 + [1000.0], plan, tx=make_tx(lr=1e-4))
     quiet, loud = reports[-2], reports[-1]
     assert quiet["alert/co_spike"] == 0
@@ -109,13 +107,13 @@ def test_co_spike():
 
 
 def test_co_spike_guard_skips_the_update():
-    plan = pj.Plan(groups=GROUPS, window=8, min_history=4, guard=pj.Guard(nonfinite=False, co_spike=True))
+    plan = only(window=8, min_history=4, guard=pj.Guard(nonfinite=False, co_spike=True))
     _, reports = run([1.0] * 8 + [1000.0, 1.0], plan, tx=make_tx(lr=1e-4))
     assert [report["untouched"] for report in reports[-3:]] == [False, True, False]
 
 
 def test_spike_score_against_the_definition():
-    plan = pj.Plan(groups=GROUPS, window=6, min_history=3)
+    plan = only(window=6, min_history=3)
     rng = np.random.default_rng(0)
     _, reports = run(list(rng.uniform(0.5, 2.0, 12)), plan)
     for signal, name in (("loss", "loss/mean"), ("grad", "grad/norm"), ("update", "update/norm")):
@@ -156,7 +154,9 @@ def test_frozen_leaves_are_shown_apart():
 
     tx = frozen_head()
     _, reports = run([1.0], tx=tx)
-    state = make_state(tx=optax.sgd(0.1), loss_fn=poisoned_loss, batch=batch_with(1.0))
+    state = make_state(
+        tx=optax.sgd(0.1), loss_fn=poisoned_loss, batch=batch_with(1.0), plan=only("grad", "param", "update")
+    )
     _, report = pj.monitored_train_step(state, batch_with(1.0))
     everything = report.scalars()["grad/norm"]
     found = reports[0]
@@ -178,7 +178,7 @@ def frozen_head():
 def test_a_nan_in_a_frozen_gradient_is_caught():
     """A global clip would spread it to every parameter."""
 
-    plan = pj.Plan(groups=GROUPS, guard=pj.Guard())
+    plan = only(guard=pj.Guard())
     state = make_state(plan=plan, tx=frozen_head())
     gradients = jax.tree.map(jax.numpy.ones_like, state.params)
     gradients["head"]["bias"] = gradients["head"]["bias"].at[0].set(np.nan)
@@ -201,7 +201,7 @@ def test_a_dynamic_loss_scale_skips_the_same_with_monitoring_off(monkeypatch):
 
     def train():
         batch = batch_with(1.0)
-        plan = pj.Plan(backward=False)  # taps may move the last bits
+        plan = only(groups=())  # taps may move the last bits
         state = make_state(plan=plan, loss_fn=loss_fn, batch=batch, loss_scale="dynamic")
         for _ in range(2):
             state, _ = pj.monitored_train_step(state, batch)
@@ -256,7 +256,7 @@ def test_a_constant_extra_term_that_is_not_finite_counts_as_a_bad_step():
         return pj.Loss(nll=nll, extra={"router": jnp.float32(np.nan)})
 
     for guard in (None, pj.Guard()):
-        state = make_state(loss_fn=loss_fn, plan=pj.Plan(guard=guard))
+        state = make_state(loss_fn=loss_fn, plan=only(groups=(), guard=guard))
         _, report = pj.monitored_train_step(state, make_batch())
         found = report.scalars()
         assert found["alert/nonfinite_steps"] == 1
@@ -266,7 +266,7 @@ def test_a_constant_extra_term_that_is_not_finite_counts_as_a_bad_step():
 def test_an_empty_step_left_out_is_no_skip_of_the_guard():
     batch = make_batch()
     batch["mask"][:] = 0.0
-    state = make_state(plan=pj.Plan(groups=GROUPS, skip_empty=True), batch=batch)
+    state = make_state(plan=only(skip_empty=True), batch=batch)
     _, report = pj.monitored_train_step(state, batch)
     found = report.scalars()
     assert (found["alert/guard/skipped"], found["alert/guard/skipped_count"], found["data/empty_steps"]) == (0, 0, 1)

@@ -13,7 +13,7 @@ import pytest
 
 import probes_jax as pj
 from probes_jax.step.loss import check_loss
-from tests.step.small import GROUPS, Model, make_batch, make_state
+from tests.step.small import Model, make_batch, make_state, only
 
 
 def ones(*shape):
@@ -61,7 +61,7 @@ def test_fractional_weights():
     def loss_fn(model, batch, rngs):
         return pj.Loss(nll=batch["nll"] + 0.0 * model(batch["tokens"]).sum(), mask=batch["mask"])
 
-    state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch)
+    state = make_state(loss_fn=loss_fn, plan=only(groups=()), batch=batch)
     _, report = pj.monitored_train_step(state, batch)
     found, weight = report.scalars(), batch["mask"].astype(np.float64)
     assert found["loss/mean"] == pytest.approx((weight * nll).sum() / weight.sum(), rel=1e-6)
@@ -76,7 +76,7 @@ def test_nan_under_the_mask_stays_there():
         logits = model(batch["tokens"])
         return pj.Loss(nll=logits[..., 0] ** 2 + batch["hole"], mask=batch["mask"])
 
-    state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch)
+    state = make_state(loss_fn=loss_fn, plan=only(groups=()), batch=batch)
     _, report = pj.monitored_train_step(state, batch)
     found = report.scalars()
     assert np.isfinite(found["loss/mean"])
@@ -105,7 +105,7 @@ def test_a_batch_without_a_valid_token():
 def test_skip_empty_leaves_the_state_alone(microbatches):
     batch = make_batch()
     empty = {**batch, "mask": np.zeros_like(batch["mask"])}
-    state = make_state(plan=pj.Plan(groups=("a", "b"), skip_empty=True), microbatches=microbatches)
+    state = make_state(plan=only(groups=("a", "b"), skip_empty=True), microbatches=microbatches)
     state, _ = pj.monitored_train_step(state, batch)
     before = np.array(state.params["head"]["kernel"])
     state, report = pj.monitored_train_step(state, empty)
@@ -120,7 +120,7 @@ def test_logits_that_cannot_be_found_are_absent_with_a_reason():
         model(batch["tokens"])  # two outputs of the same width
         return pj.Loss(nll=logits[..., 0] ** 2)
 
-    state = make_state(loss_fn=loss_fn, plan=pj.Plan())
+    state = make_state(loss_fn=loss_fn, plan=only("logits", groups=()))
     _, report = pj.monitored_train_step(state, make_batch())
     assert not [name for name in report.scalars() if name.startswith("logits/")]
     assert any(name == "logits" and "Loss(logits=...)" in why for name, why in report.coverage.missing)
@@ -157,7 +157,7 @@ def test_the_optimizer_is_given_the_loss(microbatches, scale):
     )
     state = make_state(
         loss_fn=loss_fn,
-        plan=pj.Plan(),
+        plan=only(groups=()),
         tx=pj.chain(("sgd", optax.sgd(0.1)), ("seen", keep), ("plateau", optax.contrib.reduce_on_plateau())),
         microbatches=microbatches,
         loss_scale=scale,
@@ -173,9 +173,9 @@ def test_a_model_called_inside_a_transform_needs_its_variables():
         return jax.checkpoint(lambda tokens: model(tokens).mean())(batch["tokens"])
 
     with pytest.raises(ValueError, match="variables="):
-        make_state(loss_fn=checkpointed, plan=pj.Plan())
+        make_state(loss_fn=checkpointed, plan=only(groups=()))
     variables = Model().init(jax.random.key(0), make_batch()["tokens"])
-    state = make_state(loss_fn=checkpointed, plan=pj.Plan(), variables=variables)
+    state = make_state(loss_fn=checkpointed, plan=only(groups=()), variables=variables)
     state, report = pj.monitored_train_step(state, make_batch())
     assert report.scalars()["grad/norm"] > 0
     assert report.coverage.missing  # what the transform hides is named
@@ -186,7 +186,7 @@ def test_a_model_called_inside_a_transform_needs_its_variables():
 def test_a_nan_among_the_weights_is_no_empty_batch(plan, microbatches):
     batch = make_batch(masked=False)
     batch["mask"][0, 0] = np.nan
-    state = make_state(plan=pj.Plan(groups=GROUPS, **plan), microbatches=microbatches)
+    state = make_state(plan=only(**plan), microbatches=microbatches)
     _, report = pj.monitored_train_step(state, batch)
     found = report.scalars()
     assert np.isnan(found["loss/mean"])
@@ -208,7 +208,9 @@ def test_the_mask_is_a_constant_of_the_loss():
         return (mask * logits[..., 0] ** 2).sum() / mask.sum()
 
     for microbatches in (1, 4):
-        state = make_state(loss_fn=soft, plan=pj.Plan(), tx=optax.sgd(1.0), microbatches=microbatches, donate=False)
+        state = make_state(
+            loss_fn=soft, plan=only(groups=()), tx=optax.sgd(1.0), microbatches=microbatches, donate=False
+        )
         wanted = jax.grad(by_definition)(state.params)
         after, _ = pj.monitored_train_step(state, make_batch())
         jax.tree.map(
@@ -236,7 +238,7 @@ def test_float16_gradients_do_not_grow_with_the_number_of_tokens(microbatches):
     state = make_state(
         model=Half(),
         loss_fn=loss_fn,
-        plan=pj.Plan(),
+        plan=only(groups=()),
         batch=batch,
         tx=optax.sgd(0.1),
         microbatches=microbatches,

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import GROUPS, make_batch, make_sgd, make_state
+from tests.step.small import GROUPS, make_batch, make_sgd, make_state, only
 
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 
@@ -52,7 +52,7 @@ def test_unequal_parts():
 
     batch = {"tokens": np.zeros((2, 8), np.int32), "nll": nll, "mask": mask}
     for microbatches in (1, 2):
-        state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch, microbatches=microbatches)
+        state = make_state(loss_fn=loss_fn, plan=only(groups=()), batch=batch, microbatches=microbatches)
         _, report = pj.monitored_train_step(state, batch)
         assert report.scalars()["loss/mean"] == pytest.approx(14 / 9, rel=1e-6)
 
@@ -77,7 +77,7 @@ def test_extra_losses_are_averaged_over_microbatches():
         return pj.Loss(nll=nll, extra={"router": 0.01 + 0.0 * logits.sum()}, aux={"first": logits[0, 0, 0]})
 
     for microbatches in (1, 4):
-        state = make_state(loss_fn=loss_fn, plan=pj.Plan(), microbatches=microbatches)
+        state = make_state(loss_fn=loss_fn, plan=only(groups=()), microbatches=microbatches)
         _, report = pj.monitored_train_step(state, make_batch())
         assert report.scalars()["loss/extra/router"] == pytest.approx(0.01, rel=1e-5)
         assert report.scalars()["loss/extra/router/reach"] == 0  # L058: 0.0 times the logits trains nothing
@@ -92,7 +92,7 @@ def test_a_scalar_loss_is_averaged_over_microbatches():
 
     found = []
     for microbatches in (1, 4):
-        state = make_state(loss_fn=loss_fn, plan=pj.Plan(), microbatches=microbatches)
+        state = make_state(loss_fn=loss_fn, plan=only(groups=()), microbatches=microbatches)
         _, report = pj.monitored_train_step(state, make_batch())
         found.append(report.scalars())
     assert found[1]["loss/mean"] == pytest.approx(found[0]["loss/mean"], rel=1e-5)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import probes_jax as pj
-from tests.step.small import GROUPS, VOCAB, make_batch, make_sgd, make_state
+from tests.step.small import VOCAB, make_batch, make_sgd, make_state, only
 
 SEEDS = 3
-PLAN = pj.Plan(groups=GROUPS, scan_every=2, exclude=(".",), guard=pj.Guard())
+PLAN = only(scan_every=2, guard=pj.Guard())
 
 
 class Tiny(nn.Module):

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import probes_jax as pj
-from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.small import make_batch, make_state, only
 
-PLAN = pj.Plan(groups=GROUPS, scan_every=10)
+PLAN = only(scan_every=10)
 PLAIN = pj.chain(("clip", optax.clip_by_global_norm(0.5)), ("lr", optax.scale_by_learning_rate(1e-2)))
 
 
@@ -118,7 +118,7 @@ def test_no_host_transfer_and_no_wait_in_the_loop():
 
 def test_inside_an_outer_jit_and_scan():
     """Reports come stacked, in the layout of the full program; a light step has no tensor scan in it."""
-    state = make_state(plan=pj.Plan(groups=GROUPS, scan_every=4), donate=False)
+    state = make_state(plan=only(scan_every=4), donate=False)
     batches = [make_batch(seed) for seed in range(6)]
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *batches)
     final, reports = jax.jit(lambda s, b: jax.lax.scan(pj.monitored_train_step, s, b))(state, stacked)

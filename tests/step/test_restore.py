@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import probes_jax as pj
-from tests.step.small import GROUPS, Model, make_batch, make_state
+from tests.step.small import Model, make_batch, make_state, only
 
 
 def save_and_read(state, path):
@@ -30,7 +30,7 @@ def train(state, seeds):
 
 def test_the_run_goes_on_as_if_nothing_happened(tmp_path):
     """L111: losses, norms and spike windows of steps 6 to 10 are those of the uninterrupted run."""
-    plan = pj.Plan(groups=GROUPS, window=8, min_history=3)
+    plan = only(window=8, min_history=3)
     _, whole = train(make_state(plan=plan, model=Model(dropout=0.2)), range(10))
     half, _ = train(make_state(plan=plan, model=Model(dropout=0.2)), range(5))
     targeted, raw = save_and_read(half, tmp_path / "saved")
@@ -43,9 +43,9 @@ def test_the_run_goes_on_as_if_nothing_happened(tmp_path):
 
 
 def test_another_window_starts_anew_and_says_so(tmp_path, caplog):
-    half, _ = train(make_state(plan=pj.Plan(groups=GROUPS, window=16, min_history=4)), range(3))
+    half, _ = train(make_state(plan=only(window=16, min_history=4)), range(3))
     _, raw = save_and_read(half, tmp_path / "saved")
-    fresh = make_state(plan=pj.Plan(groups=GROUPS, window=8, min_history=4))
+    fresh = make_state(plan=only(window=8, min_history=4))
     resumed = pj.restore_state(fresh, raw)
     assert "monitor/window/values" in caplog.text
     assert resumed.monitor.window.values.shape == (3, 8)
@@ -102,7 +102,7 @@ def test_a_record_holds_its_own_step_only(tmp_path):
         return make_batch() | {"nll": np.full((8, 6), value, np.float32)}
 
     def create():
-        return make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch(1.0), microbatches=2)
+        return make_state(loss_fn=loss_fn, plan=only(groups=()), batch=batch(1.0), microbatches=2)
 
     state, report = pj.monitored_train_step(create(), batch(1.0))
     assert report.scalars()["loss/mean"] == 1.0
@@ -126,9 +126,9 @@ def test_the_state_says_which_batch_is_next(tmp_path):
 @pytest.mark.parametrize(("window", "clip_window"), [(64, 128), (256, 128), (128, 16)])
 def test_a_window_of_another_length_begins_anew_as_a_whole(window, clip_window):
     """Half of it kept, its zeros would count as measurements: false spikes, and a guard that skips good updates."""
-    plan = pj.Plan(groups=GROUPS, window=128, min_history=4)
+    plan = only(window=128, min_history=4)
     state, _ = train(make_state(plan=plan), range(8))
-    other = pj.Plan(groups=GROUPS, window=window, clip_window=clip_window, min_history=4)
+    other = only(window=window, clip_window=clip_window, min_history=4)
     resumed = pj.restore_state(make_state(plan=other), state)
     changed = "loss/spike/score" if window != 128 else "grad/clip_rate"
     for index in range(8, 14):

@@ -10,7 +10,8 @@ of the module that is running. An array is a stream when it is
 
 The other one is a branch when it is no stream, of the same shape, and when some module has run since the stream was
 known: that tells a branch from the arithmetic of an activation function. Arrays are told apart by identity, so a stream
-that is cast or sharded on its way to the sum is not found, and a sum written as `jnp.add` is not seen.
+that is cast or sharded on its way to the sum is not found, and a sum written as `jnp.add` is not seen. They are held
+weakly: what is traced in the body of a scan must not outlive it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,13 +33,23 @@ _BRANCHES = ("attention_output", "feed_forward", "expert_output")
 Take = Callable[[str, jax.Array, jax.Array], None]  # (name below the running module, stream, branch)
 
 
+class _Held:
+    """An array, as long as the model keeps it; anything else of a module's output is no branch."""
+
+    def __init__(self, value: Any) -> None:
+        self._found = weakref.ref(value) if isinstance(value, Tracer) else lambda: None
+
+    def is_of(self, value: Any) -> bool:
+        return self._found() is value
+
+
 @dataclasses.dataclass
 class _Frame:
     """A module that runs, what it was given first, and what its children have returned."""
 
     given: Any
     entered: int  # modules that had returned by then
-    children: list[tuple[str, str, Any]] = dataclasses.field(default_factory=list)  # name, role, output
+    children: list[tuple[str, str, _Held]] = dataclasses.field(default_factory=list)  # name, role, output
     sums: int = 0
     named: int = 0  # children that a sum was named after already, or might have been
 
@@ -52,7 +64,7 @@ class Streams:
     def __init__(self, take: Take) -> None:
         self._take = take
         self._frames = [_Frame(None, 0)]
-        self._known: dict[int, tuple[Any, int]] = {}  # by identity: the array, and the modules that had returned
+        self._known: dict[int, tuple[_Held, int]] = {}  # by identity: the array, and the modules that had returned
         self._returned = 0
 
     @contextlib.contextmanager
@@ -88,16 +100,20 @@ class Streams:
             if self._since(given) is not None:
                 self._mark(output, self._returned)
             self._mark(given, self._returned - 1)
-        self._frames[-1].children.append((name, role, output))
+        self._frames[-1].children.append((name, role, _Held(output)))
 
     def _mark(self, x: Any, since: int) -> None:
-        if _may_be_stream(x):
-            self._known.setdefault(id(x), (x, since))
+        if _may_be_stream(x) and self._marked(x) is None:
+            self._known[id(x)] = _Held(x), since
+
+    def _marked(self, x: Any) -> int | None:
+        held, since = self._known.get(id(x), (None, None))
+        return since if held is not None and held.is_of(x) else None  # another may have come to its place in memory
 
     def _since(self, x: Any) -> int | None:
         """How many modules had returned when `x` became a stream; None for what is none."""
         found = [frame.entered for frame in self._frames if frame.given is x]
-        return found[0] if found else self._known.get(id(x), (x, None))[1]
+        return found[0] if found else self._marked(x)
 
     def add(self, x: Any, y: Any, total: Any) -> None:
         """Hears of a sum."""
@@ -118,7 +134,7 @@ class Streams:
         frame.sums += 1
         children = [child for child in frame.children if child[0] and child[1] != "norm"]
         fresh = children[frame.named :]
-        found = [name for name, role, output in children if output is branch and role != "other"]
+        found = [name for name, role, output in children if output.is_of(branch) and role != "other"]
         found = found or [name for name, role, _ in fresh if role in _BRANCHES]
         found = found or [name for name, role, _ in fresh if role != "other"]
         found = found or [name for name, _, _ in fresh]

@@ -28,6 +28,9 @@ def measure_branch(stream: jax.Array, branch: jax.Array) -> PerToken:
     some = (norm_s != 0) & (norm_a != 0)  # a NaN is a measurement
     u, v = (x / jnp.where(some, norm, 1.0)[..., None] for x, norm in ((s, norm_s), (a, norm_a)))
     apart, along = (jnp.sqrt(jnp.sum(jnp.square(x), axis=-1)) for x in (u - v, u + v))
+    apart = jnp.where(
+        norm_b == 0, 0.0, apart
+    )  # where two sums are ordered otherwise, equal vectors differ in a last bit
     moved = b != 0
     lost = moved & (a.astype(jnp.bfloat16) == s.astype(jnp.bfloat16))
     columns = {

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.signals.experts import balance, spread
-from tests.step.small import GROUPS, VOCAB, make_batch, make_sgd, make_state
+from tests.step.small import GROUPS, VOCAB, make_batch, make_sgd, make_state, only
 
 WIDTH, EXPERTS, TOP_K = 8, 4, 2
 PLAN = pj.Plan(groups=GROUPS, top_k=TOP_K)
@@ -200,7 +200,7 @@ def test_scores_alone_do_not_say_how_many():
 def test_routers_change_nothing_and_a_plan_can_do_without():
     batch, found = make_batch(), []
     for without in ((), ("router",)):
-        plan = pj.Plan(groups=GROUPS, top_k=TOP_K, without=without, backward=False)
+        plan = only("router", top_k=TOP_K, without=without)
         state = make_state(model=Model(), plan=plan)
         for _ in range(2):
             state, report = pj.monitored_train_step(state, batch)

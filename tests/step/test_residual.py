@@ -317,6 +317,7 @@ def test_a_plan_can_do_without_and_training_is_the_same():
     jax.tree.map(np.testing.assert_array_equal, found[()][0], found["residual",][0])
 
 
+@pytest.mark.optimized
 def test_an_identity_block_does_nothing():
     class Nothing(nn.Module):
         @nn.compact

@@ -42,7 +42,7 @@ def test_twenty_steps_with_taps_differ_in_last_bits_only(monkeypatch):
 
 def test_equal_to_a_loop_without_the_library():
     tx = make_tx()
-    state = make_state(tx=tx)
+    state = make_state(tx=tx, plan=pj.Plan(groups=GROUPS))
     params, opt_state = copy(state.params), copy(state.opt_state)
     for seed in range(20):
         params, opt_state, *_ = plain_step(params, opt_state, make_batch(seed), tx)

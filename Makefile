@@ -3,14 +3,14 @@
 #   PYTHON=path    the interpreter for a new environment (default: the first of the supported versions that runs)
 #   VENV=path      the environment (default: .venv)
 #   ARGS="..."     passed on to the demo, to pytest or to the benchmarks
-#   WORKERS=n      pytest processes (default: 3; some tests wait most of their time)
+#   WORKERS=n      pytest processes (default: 2)
 
 VENV ?= .venv
 MODELS_VENV := .venv-models
 AOT_VENV := .venv-aot
 PYTHON ?=
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 2
 
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)

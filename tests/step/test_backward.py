@@ -14,7 +14,9 @@ from flax import nnx
 
 import probes_jax as pj
 from probes_jax.step.train import compiled
-from tests.step.small import GROUPS, VOCAB, Model, NNXModel, make_batch, make_sgd, make_state
+from tests.step.small import VOCAB, Model, NNXModel, make_batch, make_sgd, make_state, only
+
+PLAN = only("act", "grad_act")
 
 
 def gradients_of_outputs(params, batch):
@@ -51,7 +53,7 @@ def gradients_of_outputs(params, batch):
 )
 def test_values_are_gradients_of_the_mean_loss(settings):
     batch = make_batch()
-    state = make_state(donate=False, **settings)
+    state = make_state(plan=PLAN, donate=False, **settings)
     _, report = pj.monitored_train_step(state, batch)
     found, wanted = report.scalars(), gradients_of_outputs(state.params, batch)
     for name, x in wanted.items():
@@ -77,7 +79,7 @@ def test_values_are_gradients_of_the_mean_loss(settings):
 
 def test_every_activation_has_its_gradient_beside_it():
     for model in (Model(), NNXModel(nnx.Rngs(0))):
-        _, report = pj.monitored_train_step(make_state(model=model), make_batch())
+        _, report = pj.monitored_train_step(make_state(model=model, plan=PLAN), make_batch())
         found = report.scalars()
         points = {name.split("/", 1)[1] for name in found if name.startswith("act/") and ".input/" not in name}
         gradients = {name.split("/", 1)[1] for name in found if name.startswith("grad_act/")}
@@ -87,7 +89,7 @@ def test_every_activation_has_its_gradient_beside_it():
 
 def test_l016_state_never_holds_a_tap():
     """Parameters, optimizer state, model state: the same structure and the same bytes."""
-    states = [make_state(plan=pj.Plan(groups=GROUPS, backward=on), donate=False) for on in (True, False)]
+    states = [make_state(plan=only("act", "grad_act", backward=on), donate=False) for on in (True, False)]
     stepped = [pj.monitored_train_step(state, make_batch())[0] for state in states]
     for one, other in (states, stepped):
         assert jax.tree.structure(one.core) == jax.tree.structure(other.core)
@@ -97,7 +99,7 @@ def test_l016_state_never_holds_a_tap():
 def test_off_and_light_are_as_if_there_were_no_taps():
     texts = []
     for on in (True, False):
-        state = make_state(plan=pj.Plan(groups=GROUPS, backward=on), donate=False)
+        state = make_state(plan=only("act", "grad_act", backward=on), donate=False)
         texts.append(
             [
                 compiled(state.settings, p).lower(np.int32(0), state.core, make_batch()).as_text()
@@ -116,7 +118,7 @@ def test_l014_what_the_loss_does_not_depend_on_is_absent_and_not_zero():
             return nn.Dense(VOCAB, name="head")(jax.lax.stop_gradient(nn.Dense(8, name="cut")(x)))
 
     for microbatches in (1, 2):
-        _, report = pj.monitored_train_step(make_state(model=Cut(), microbatches=microbatches), make_batch())
+        _, report = pj.monitored_train_step(make_state(model=Cut(), plan=PLAN, microbatches=microbatches), make_batch())
         found = report.scalars()
         for name in ("embed", "unused", "cut"):
             assert f"act/{name}/rms" in found
@@ -128,15 +130,15 @@ def test_an_empty_batch_has_gradients_of_zero():
     batch = make_batch()
     batch["mask"][:] = 0.0
     for microbatches in (1, 2):
-        _, report = pj.monitored_train_step(make_state(microbatches=microbatches), batch)
+        _, report = pj.monitored_train_step(make_state(plan=PLAN, microbatches=microbatches), batch)
         found = report.scalars()
         assert found["grad_act/head/abs_max"] == 0
         assert np.isfinite([value for name, value in found.items() if name.startswith("grad_act")]).all()
 
 
 def test_excluded_points_are_neither_reported_nor_computed():
-    everything = make_state(donate=False)
-    state = make_state(plan=pj.Plan(groups=GROUPS, exclude=("block",)), donate=False)
+    everything = make_state(plan=PLAN, donate=False)
+    state = make_state(plan=only("act", "grad_act", exclude=("block",)), donate=False)
     _, report = pj.monitored_train_step(state, make_batch())
     found = report.scalars()
     assert not [name for name in found if "act/block" in name]
@@ -159,7 +161,7 @@ def test_nan_that_begins_in_the_backward_pass():
             x = jnp.sqrt(jnp.abs(nn.Dense(8, name="zero", kernel_init=nn.initializers.zeros)(x)))
             return nn.Dense(VOCAB, name="head")(x)
 
-    _, report = pj.monitored_train_step(make_state(model=Root(), tx=make_sgd()), make_batch())
+    _, report = pj.monitored_train_step(make_state(model=Root(), plan=PLAN, tx=make_sgd()), make_batch())
     found = report.scalars()
     assert np.isfinite(found["act/abs_max"])
     assert np.isfinite(found["grad_act/head/abs_max"])
@@ -178,7 +180,7 @@ def test_nan_that_begins_in_the_backward_pass():
     ],
 )  # fmt: skip
 def test_points_are_chosen_by_name_and_by_role(settings, points):
-    _, report = pj.monitored_train_step(make_state(plan=pj.Plan(groups=GROUPS, **settings)), make_batch())
+    _, report = pj.monitored_train_step(make_state(plan=only("act", "grad_act", **settings)), make_batch())
     found = report.scalars()
     for family in ("act", "grad_act"):
         names = [name for name in found if name.startswith(f"{family}/") and name.endswith("/rms")]

@@ -118,7 +118,7 @@ def test_what_no_point_matches_is_refused():
 
 
 def test_a_word_of_exclude_that_means_no_point_is_named():
-    state = make_state(plan=only(exclude=("blokc", "block[0..1]/up", "block/down", "block[7]")))
+    state = make_state(plan=only("act", exclude=("blokc", "block[0..1]/up", "block/down", "block[7]")))
     _, report = pj.monitored_train_step(state, make_batch())
     idle = {name: why for name, why in report.coverage.missing if name.startswith("Plan exclude")}
     assert set(idle) == {"Plan exclude 'blokc'", "Plan exclude 'block[7]'"}

@@ -156,6 +156,7 @@ def _record(folder, stalled):
     first = threading.Event()
     with Recorder(folder, Plan(), queue_size=512) as recorder:
         recorder.record(FakeReport(DeviceBuffer(buffer_of(0, FULL), first), FULL))
+        assert wait_for(lambda: recorder._backlog.waiting == 0)  # the worker has it: what waits undelivered can be lost
         assert stalled or first.set() is None
         for step in range(1, STEPS):
             recorder.record(report(step, FULL if step % EVERY == 0 else LIGHT))

@@ -29,7 +29,7 @@ from probes_jax.step.noise import name_noise, watch_noise
 from probes_jax.step.objective import Notes, Part
 from probes_jax.step.pack import Counters, Scalars, pack_report
 from probes_jax.step.reduce import reduce_measured
-from probes_jax.step.replica import measure_copies
+from probes_jax.step.replica import measure_copies, measure_own
 from probes_jax.step.report import Report
 from probes_jax.step.router_bias import measure_biases
 from probes_jax.step.second_moment import NONE, find_second_moments, measure_second_moments, name_orders
@@ -60,6 +60,8 @@ def measure_before(settings: Settings, program: str, part: Part, gradients: Any,
     items += [loads.measured() for loads in part.loads]
     items += name_noise(part.noise)
     layers, tensors, infos = program == "full" and "grad" not in without, flatten(gradients), settings.infos
+    if program == "full" and settings.partition.manual and "replica" not in without:
+        items += measure_own("grad", tensors, infos)
     groups = find_groups(tensors, infos) if layers else None
     infos = infos if groups is None else join_infos(infos, groups)
     joined = join_tensors(tensors, groups)
@@ -146,8 +148,11 @@ def finish(
         moments = list(find_second_moments(after.opt_state, old, settings.infos))
         items = items + measure_second_moments(moments)
         notes.missing |= {} if moments else {"opt/second_moment": NONE}
-    if layers and mesh is not None and not settings.partition.manual and "replica" not in without:
-        items = items + measure_copies(before, settings.lies, mesh)
+    if layers and "replica" not in without:
+        if settings.partition.manual:
+            items = items + measure_own("param", old, settings.infos)
+        elif mesh is not None:
+            items = items + measure_copies(before, settings.lies, mesh)
     if layers:
         items = items + measure_biases(settings, before, part.loads, notes)
     reduced = reduce_measured(items, program, mesh)

@@ -7,13 +7,14 @@ of 2^31), and but for one chance in about 2^32 if several do. So what would take
 over the axes of each tensor travels in the report's one psum, as a count does, in limbs of eight bits.
 
 An array's sharding says that its copies are the same. Outside of a `shard_map` the compiler believes that, and may
-reduce the copy of one device for all; inside of it each device sees what it holds.
+reduce the copy of one device for all; inside of it each device sees what it holds. Under a `shard_map` or `pmap` of the
+user's, gradients are compared, too: where nobody checks types, each device may have been given another one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +23,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from probes_jax.signals.measured import Measured, measured
+from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.coverage import ONE_DEVICE
 from probes_jax.stats.checksum import checksum
 from probes_jax.stats.exact import encode_count
+from probes_jax.stats.manual import differing, manual_axes, types_tell
 from probes_jax.stats.summary import Summary
 from probes_jax.stats.types import spec_dims
+from probes_jax.step.select import Path
 from probes_jax.step.update import Core
 
 UNDER_SHARD_MAP = (
-    "a step under your own shard_map or pmap sees one copy of everything; compare the copies between steps: "
+    "how the optimizer state lies under your own shard_map or pmap is not known; compare its copies between steps: "
     "pj.find_divergence(state)"
 )
 NO_COPIES = "no parameter and no optimizer state is replicated over a mesh axis: there are no copies to differ"
@@ -84,7 +88,7 @@ def shardings_of(core: Core) -> dict[str, Any]:
 def why_not(core: Core, mesh: Mesh | None, manual: tuple[str, ...]) -> dict[str, str]:
     """Why copies are not compared, by metric; nothing where all are."""
     if manual:
-        return {"replica": UNDER_SHARD_MAP}
+        return {"replica/opt": UNDER_SHARD_MAP}
     if mesh is None:
         return {"replica": ONE_DEVICE}
     shardings = shardings_of(core)
@@ -127,13 +131,7 @@ def measure_copies(core: Core, shardings: dict[str, Any], mesh: Mesh) -> list[Me
     names = tuple(mesh.shape)
 
     def local(arrays: list[jax.Array]) -> jax.Array:
-        rows = []
-        for copies, array in zip(found, arrays, strict=True):
-            index = jnp.int32(0)
-            for axis in copies.over:
-                index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
-            weight = jnp.asarray(weights(math.prod(mesh.shape[axis] for axis in copies.over)))[index]
-            rows.append(jnp.append(encode_count(checksum(array) * weight), jnp.float32(1.0)))
+        rows = [_row(array, {axis: mesh.shape[axis] for axis in copies.over}) for copies, array in zip(found, arrays)]
         return jnp.stack(rows).reshape(len(found), *(1 for _ in names), -1)
 
     run = jax.shard_map(
@@ -145,3 +143,32 @@ def measure_copies(core: Core, shardings: dict[str, Any], mesh: Mesh) -> list[Me
     )
     rows = Summary(run([copies.array for copies in found]), None, "copies", names)
     return [measured(tuple(f"replica/{copies.name}/{{stat}}" for copies in found), rows)]
+
+
+def measure_own(prefix: str, arrays: Mapping[Path, jax.Array], infos: Mapping[Path, ParameterInfo]) -> list[Measured]:
+    """As `measure_copies`, of what this device holds under a `shard_map` or `pmap` of the user's.
+
+    Args:
+        prefix: `param` or `grad`.
+        arrays: What is compared, by path.
+        infos: What is known of each parameter: where types do not tell, it is cut as it lay when the monitor was made.
+    """
+    sizes, typed, rows = manual_axes(), types_tell(), {}
+    for path, array in arrays.items():
+        cut = differing(array) if typed else infos[path].split.axes
+        over = {axis: size for axis, size in sizes.items() if axis not in cut and size > 1}
+        if over and array.size:
+            rows["/".join(map(str, (prefix, *path)))] = _row(array, over)
+    if not rows:
+        return []
+    own = Summary(jnp.stack(list(rows.values())), None, "copies", ()).over(tuple(sizes))
+    return [measured(tuple(f"replica/{name}/{{stat}}" for name in rows), own)]
+
+
+def _row(array: jax.Array, over: Mapping[str, int]) -> jax.Array:
+    """The weighted checksum of this device's copy, as a count, and a 1; copies lie over these mesh axes."""
+    index = jnp.int32(0)
+    for axis, size in over.items():
+        index = index * size + jax.lax.axis_index(axis)
+    weight = jnp.asarray(weights(math.prod(over.values())))[index]
+    return jnp.append(encode_count(checksum(array) * weight), jnp.float32(1.0))

@@ -160,11 +160,27 @@ def test_what_fsdp_cuts_is_left_out_and_the_rest_compared():
     assert found["replica/opt/stages/1/count/diverged"] == found[COUNT] == 0
 
 
-def test_under_shard_map_it_is_absent_and_says_why():
-    mesh = mesh_of(data=4)
+@pytest.mark.parametrize("check", [True, False])
+def test_under_shard_map_each_device_compares_what_it_holds(check):
+    """L027: unchecked, a sum over devices inside of what is differentiated gives every device a gradient of its own."""
+    mesh, tx = mesh_of(data=4), optax.sgd(0.1)
     params = jax.device_put({"w": np.ones(4, np.float32)}, NamedSharding(mesh, PartitionSpec()))
-    monitor = pj.Monitor.create(tx=optax.sgd(0.1), params=params, plan=PLAN, axis_names=("data",))
-    assert monitor.settings.missing["replica"] == UNDER_SHARD_MAP
+    monitor = pj.Monitor.create(tx=tx, params=params, plan=PLAN, axis_names=("data",))
+    assert monitor.settings.missing["replica/opt"] == UNDER_SHARD_MAP
+
+    def step(params, x):
+        loss, gradients = jax.value_and_grad(lambda p: jax.lax.psum(p["w"].sum() * x[0], "data"))(params)
+        return monitor.measure(loss, gradients, params, params, tx.init(params), tx.init(params))[1]
+
+    data, whole = PartitionSpec("data"), PartitionSpec()
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, data), out_specs=whole, check_vma=check))
+    report = run(params, np.arange(4, dtype=np.float32))
+    assert report.scalars()[COUNT] == (0 if check else 1)
+    if not check:
+        assert report.readings()[0].which[COUNT] == "replica/grad/w"
+    broken = {"w": with_copy(params["w"], 3, lambda x: x + 1)}
+    found = run(broken, np.ones(4, np.float32)).scalars()
+    assert found["replica/param/w/diverged"] == 1
 
 
 def test_without_it():

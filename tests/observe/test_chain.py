@@ -10,6 +10,8 @@ from flax.core import FrozenDict
 
 from probes_jax.observe.chain import NO_RATE, Chain, ChainState, chain
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 WARM_UP = optax.linear_schedule(0.0, 0.2, 2)  # 0, 0.1, 0.2
 STAGES = (
     ("clip", optax.clip_by_global_norm(1.0)),

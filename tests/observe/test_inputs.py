@@ -13,6 +13,8 @@ from tests.observe import nnx_models
 from tests.observe.evaluate import KEY, assert_rows, backward_rows, observed_and_plain, start
 from tests.observe.linen_twin import TOKENS, Decoder, decoder, decoder_names, unrolled
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 
 def given_to_norms(params):
     """By hand: the first argument of every LayerNorm of the unrolled decoder."""

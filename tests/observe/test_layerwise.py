@@ -13,6 +13,8 @@ from flax import nnx
 import probes_jax as pj
 from tests.step.small import VOCAB, WIDTH, Block, NNXModel, make_batch, make_state, only
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 GROUPS = [("embed|head", 0.5)]
 
 

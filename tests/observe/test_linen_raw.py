@@ -13,6 +13,8 @@ import pytest
 from probes_jax.observe.named import observe
 from tests.observe.evaluate import assert_same, backward_rows, observed_and_plain
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 ONE = jax.make_mesh((1,), ("one",))
 P = jax.sharding.PartitionSpec

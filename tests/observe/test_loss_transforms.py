@@ -25,6 +25,8 @@ from tests.observe.evaluate import (
     start,
 )
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 X = jnp.linspace(-1.0, 2.0, 24).reshape(6, 4)
 
 

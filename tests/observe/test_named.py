@@ -13,6 +13,8 @@ import probes_jax as pj
 from tests.observe.evaluate import backward_rows, evaluate, slow_statistics, start
 from tests.observe.test_linen_scan import X
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 Q = {"q": 2.0, "k": 3.0}
 
 

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import probes_jax as pj
 from tests.step.small import make_batch, make_state
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 
 def shapes_of(state):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)

@@ -14,6 +14,8 @@ import probes_jax as pj
 from probes_jax.signals.experts import balance, spread
 from tests.step.small import GROUPS, VOCAB, make_batch, make_sgd, make_state, only
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 WIDTH, EXPERTS, TOP_K = 8, 4, 2
 PLAN = pj.Plan(groups=GROUPS, top_k=TOP_K)
 EVERY = ("imbalance", "max_violation", "shard_imbalance")

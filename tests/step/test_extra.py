@@ -17,6 +17,8 @@ import probes_jax as pj
 from probes_jax.step.program import step_program
 from tests.step.small import VOCAB, WIDTH, make_batch, make_tx
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 EXPERTS, LAYERS = 4, 3
 
 

@@ -15,6 +15,8 @@ import probes_jax as pj
 from probes_jax.spec.catalog.residual import THETAS
 from tests.step.small import GROUPS, VOCAB, WIDTH, loss_fn, make_batch, make_state
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = pj.Plan(groups=GROUPS, more=("residual",), without=("act", "grad_act", "grad", "param", "update", "logits"))
 TEMPERATURE = 0.5
 

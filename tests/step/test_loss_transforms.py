@@ -15,6 +15,8 @@ import probes_jax as pj
 from tests.step.small import GROUPS, Model, NNXModel, copy, make_batch, make_sgd, make_state
 from tests.step.test_mesh import count_collectives, mesh_of, replicated, shard
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 
 

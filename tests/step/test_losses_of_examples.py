@@ -16,6 +16,8 @@ import probes_jax as pj
 from probes_jax.present.first_screen import first_screen
 from tests.step.small import copy, norm64
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = pj.Plan(unit="example", exclude=("norm", "conv", "output"), backward=False)
 TX = optax.sgd(0.1)
 EXAMPLES, CLASSES = 8, 5

@@ -10,6 +10,8 @@ import pytest
 import probes_jax as pj
 from tests.step.small import GROUPS, make_batch, make_sgd, make_state, only
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 
 

@@ -14,6 +14,8 @@ import probes_jax as pj
 from probes_jax.spec.plan import MORE
 from tests.step.small import VOCAB, Block, make_sgd, make_state, norm64
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 WIDTH, PATCHES, LENGTH = 8, 4, 6
 PLAN = pj.Plan(more=MORE, modalities=("text", "image"), encoder="^encoder/")
 

@@ -18,6 +18,8 @@ import probes_jax as pj
 from tests.step.small import GROUPS, Model, NNXModel, copy, loss_fn, make_batch, make_state, make_tx, plain_loss
 from tests.step.test_coverage import Hiding
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 

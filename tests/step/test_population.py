@@ -13,6 +13,8 @@ import pytest
 import probes_jax as pj
 from tests.step.small import VOCAB, make_batch, make_sgd, make_state, only
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 SEEDS = 3
 PLAN = only(scan_every=2, guard=pj.Guard())
 

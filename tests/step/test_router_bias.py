@@ -20,6 +20,8 @@ from probes_jax.stats.routing import summarize_bias
 from probes_jax.step.program import step_program
 from tests.step.small import GROUPS, VOCAB, WIDTH, loss_fn, make_batch, make_state, make_tx
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 EXPERTS, LAYERS, TOP_K = 4, 2, 2
 PLAN = pj.Plan(groups=GROUPS, top_k=TOP_K, backward=False)
 

@@ -14,6 +14,8 @@ import pytest
 import probes_jax as pj
 from tests.step.small import VOCAB, copy, make_batch, make_state, norm64, only, plain_loss
 
+pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
+
 PLAN = only("grad", "param", "update", scan_every=2)  # activations are not what this is about
 
 

@@ -10,6 +10,7 @@ from probes_jax.spec.plan import FAMILIES, Plan
 
 _ROWS = {  # the names that tell of a family, where they are not `<family>/<path>/{stat}`
     "param": "param/.*{stat}",
+    "router": "router/",
     "logits": "logits/.*{stat}",
     "second_moment": "opt/second_moment/",
     "noise": "grad/microbatch_norm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from probes_jax.present.coverage import RunCoverage, find_coverage
-from probes_jax.present.first_screen import Signal
+from probes_jax.present.first_screen import NOT_IN_EVERY_RUN, Signal
 from probes_jax.present.state import History, State
 from probes_jax.spec.plan import Plan
 
@@ -30,6 +30,11 @@ def find_reasons(run: History, signals: Sequence[Signal], plan: Plan) -> list[st
     reasons: dict[str, list[str]] = {}
     for name in empty if len(empty) < len(signals) else ():
         reasons.setdefault(_reason(name, found, plan), []).append(name)
+    shown, missing = {signal.name.split("/")[0] for signal in signals}, () if found is None else found.coverage.missing
+    for family in (prefix.rstrip("/") for prefix in NOT_IN_EVERY_RUN):
+        known = [why for name, why in missing if name.split("/")[0] == family]
+        if known and family not in shown:
+            reasons.setdefault(known[0], []).append(family)
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items() if reason]
 
 

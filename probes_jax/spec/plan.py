@@ -42,6 +42,17 @@ MORE = ("residual", "attention", "replica", "second_moment", "noise")  # measure
 FAMILIES = ("act", "grad_act", "grad", "param", "update", "logits", "router", *MORE)  # what a plan can do without
 
 
+def _with(settings: dict[str, Any], **preset: tuple[str, ...]) -> dict[str, Any]:
+    """The settings with a preset's families before the user's own, each once; what is left out is not asked for."""
+    found = dict(settings)
+    for name, families in preset.items():
+        given = check.names(f"Plan {name}", settings.get(name, ()))
+        found[name] = tuple(dict.fromkeys((*families, *given)))
+    without = found.get("without", ())
+    found["more"] = tuple(family for family in found["more"] if family not in without)
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is measured, when, and with which thresholds. Checked when built.
@@ -69,7 +80,7 @@ class Plan:
         without: Families of metrics that are not measured, to save what they cost (`pj.inspect` says what that is):
             `act` (activations), `grad_act` (their gradients, as `backward=False` does), `grad` and `update` (each
             layer's own: the totals stay, detectors need them), `param` (norms of the parameters, and with them the
-            update ratios), `logits`, `router` (balance of experts).
+            update ratios), `logits`, `router` (balance of experts), and those of `more`.
         more: Families that are measured besides, in steps that scan: `residual` (what each branch does to the residual
             stream), `attention` (largest logit and entropy), `replica` (whether the copies of a tensor on several
             devices are the same), `second_moment` (the spread of the optimizer's), `noise` (the gradient noise scale).
@@ -193,32 +204,40 @@ class Plan:
 
     @classmethod
     def first_screen(cls, **settings: Any) -> Plan:
-        """What can page, and little else: every-step metrics, and of scans the worst activation, branch and copy.
+        """What can page: every-step metrics, and of scans activations, branches and copies, for their worst values.
 
         Args:
-            **settings: Any others of a plan.
+            **settings: Any others of a plan. Families of `more` and `without` come on top of the preset's.
         """
-        return cls(**{"more": ("residual", "replica"), "without": ("grad_act", "grad", "update"), **settings})
+        return cls(**_with(settings, more=("residual", "replica"), without=("grad_act", "grad", "update")))
 
     @classmethod
     def diagnose(cls, **settings: Any) -> Plan:
         """What to open when a signal moves: every family, every layer, forward and backward, every 100 steps.
 
         Args:
-            **settings: Any others of a plan.
+            **settings: Any others of a plan. Families of `without` are left out.
         """
-        return cls(**{"more": MORE, **settings})
+        return cls(**_with(settings, more=MORE))
 
     @classmethod
     def forensics(cls, points: Iterable[str] = (), **settings: Any) -> Plan:
         """One investigation: also low precision, kurtosis and the stages of the optimizer, every ten steps.
 
         Args:
-            points: Which activations, as `include`; empty means all.
-            **settings: Any others of a plan.
+            points: Which activations, as `include`; empty means all. What is of parameters, branches and attention
+                stays that of all layers.
+            **settings: Any others of a plan. Families of `without` are left out.
+
+        Raises:
+            ValueError: `points` is one string, or there is an `include` beside it.
         """
-        own = {"more": MORE, "include": tuple(points), "precision": True, "stages": True, "scan_every": 10}
-        return cls(**{**own, **settings})
+        chosen = check.names("Plan.forensics points", points)
+        if chosen and "include" in settings:
+            raise ValueError("Plan.forensics was given points and include, which are the same; pass one of them")
+        own = {"include": chosen} if chosen else {}
+        own |= {"precision": True, "stages": True, "scan_every": 10}
+        return cls(**{**own, **_with(settings, more=MORE)})
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from probes_jax.stats.branch import measure_branch
 from probes_jax.stats.explicit import summarize_where_it_lies
 from probes_jax.stats.moments import summarize_moments
 from probes_jax.stats.partial import WHOLE, Split
-from probes_jax.stats.per_token import ATTENTION, FAMILIES, MEDIA, ROUTER, PerToken, mean_square
+from probes_jax.stats.per_token import ATTENTION, FAMILIES, MEDIA, RESIDUAL, ROUTER, PerToken, mean_square
 from probes_jax.stats.precision import summarize_moments_precisely
 from probes_jax.stats.routing import count_experts, margins, read_routing, summarize_bias
 from probes_jax.stats.summary import Summary
@@ -44,6 +44,11 @@ UNFIT = (
     "pj.Loss(valid=...)"
 )
 LEFT_OUT = "left out by Plan without"
+UNSEEN = {  # what a plan asked for, and the model has nothing of that kind that is seen
+    RESIDUAL: "no sum of a residual stream and a branch was seen: they are found where a module adds them with +, as "
+    "the layers gave them (no jnp.add, no cast between)",
+    ATTENTION: "no attention was seen: it is measured in jax.nn.dot_product_attention and in Flax's attention layers",
+}
 Layers = Mapping[Point, tuple[int, ...]]  # length of each axis of scanned layers
 
 
@@ -263,6 +268,9 @@ class Objective:
                 labels = tuple(row.replace("{stat}", f"{name}/{{stat}}") for row in rows for name in part.names)
                 alike.setdefault((positions, part.names, each.family), {})[labels] = part
         notes.missing.update({f"{point.class_name}/{point}": why for point, why in missing.items()})
+        named = {each.family for each in found.values()} | {point.class_name for point in missing}
+        if self.observes:
+            notes.missing.update({family: why for family, why in UNSEEN.items() if family in asked - named})
         measured = []
         for (positions, names, family), group in alike.items():
             valid = fit_valid(tokens.valid, positions)

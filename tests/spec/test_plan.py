@@ -114,7 +114,13 @@ def test_presets_are_plans_that_can_be_changed():
     assert {"residual", "router", "replica", "act"}.isdisjoint(first.left_out)  # these have signals that page
     found = Plan.forensics(points=["role:query"], scan_every=1)
     assert (found.include, found.precision, found.stages, found.scan_every) == (("role:query",), True, True, 1)
-    assert Plan.first_screen(without=(), more=()) == Plan()
+    assert Plan.first_screen(without=("logits",)).without == (*first.without, "logits")
+    assert Plan.first_screen(more=("noise",)).more == (*first.more, "noise")
+    assert Plan.diagnose(without=("noise",)).more == tuple(family for family in MORE if family != "noise")
+    with pytest.raises(ValueError, match=r"points must be a tuple of names, got the string 'moe'"):
+        Plan.forensics("moe")
+    with pytest.raises(ValueError, match="points and include"):
+        Plan.forensics(("moe",), include=("mlp",))
 
 
 @pytest.mark.parametrize(

@@ -329,3 +329,15 @@ def test_an_identity_block_does_nothing():
     for column in ("branch_norm", "ratio", "importance", "angle", "noop", "nonzero"):
         assert scalars[f"residual/block[1]/mlp/{column}/max"] == 0.0, column
     assert scalars["residual/block[1]/mlp/stream_norm/mean"] > 0
+
+
+def test_a_family_that_the_plan_asks_for_and_the_model_hides_is_missing_by_name():
+    class Added(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.add(x, nn.Dense(WIDTH, name="mlp")(nn.LayerNorm(name="ln")(x)))
+
+    state = make_state(model=Model(Added), plan=only("residual", "attention", backward=False))
+    _, report = pj.monitored_train_step(state, make_batch())
+    missing = dict(report.coverage.missing)
+    assert "with +" in missing["residual"] and "jax.nn.dot_product_attention" in missing["attention"]

@@ -113,6 +113,8 @@ def layerwise_learning_rates(
     if check.number(f"{who} decay", decay) > 1:
         raise ValueError(f"{who} decay must be above 0 and at most 1, got {decay!r}; 1 leaves all layers alike")
     check.number(f"{who} weight_decay", weight_decay, zero=True)
+    if not isinstance(groups, tuple | list) or not all(isinstance(x, tuple | list) and len(x) == 2 for x in groups):
+        raise ValueError(f"{who} groups must be (pattern, factor) pairs, got {groups!r}; write [('embed', 0.5)]")
     for pattern, factor in groups:
         check.pattern(f"{who} groups", pattern)
         check.number(f"{who} groups {pattern!r}", factor, zero=True)

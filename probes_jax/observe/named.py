@@ -16,6 +16,7 @@ from probes_jax.observe.lift import not_carried
 from probes_jax.observe.point import Point
 from probes_jax.observe.record import Record, float_leaves, shapes_of, tapped
 from probes_jax.observe.tap import Measure
+from probes_jax.spec import check
 from probes_jax.stats.gate import measure_gate
 from probes_jax.stats.per_token import RESIDUAL, ROUTER, PerToken
 from probes_jax.stats.routing import of_tokens
@@ -105,10 +106,12 @@ def observe_routing(name: str, indices: Any, *, experts: int, scores: Any = None
         >>> observe_routing("top2", jnp.zeros((4, 2), jnp.int32), experts=8)
     """
     path = _path(name, "observe_routing")
-    shape, kind = tuple(jnp.shape(indices)), jnp.result_type(indices)
-    if len(shape) < 2 or not jnp.issubdtype(kind, jnp.integer) or shape[-1] > experts:
+    experts, indices = check.integer("observe_routing experts", experts, 1), jnp.asarray(indices)
+    shape, kind = tuple(indices.shape), indices.dtype
+    if len(shape) < 2 or not jnp.issubdtype(kind, jnp.integer) or not 0 < shape[-1] <= experts:
         raise ValueError(
-            f"observe_routing indices must be int [*positions, k] with k <= experts={experts}, got {kind}{list(shape)}"
+            f"observe_routing indices must be int [*positions, k] with 0 < k <= experts={experts}, got "
+            f"{kind}{list(shape)}"
         )
     if scores is not None and tuple(jnp.shape(scores)) != (*shape[:-1], experts):
         raise ValueError(
@@ -139,14 +142,13 @@ def observe_gate(name: str, gate: Any, *, temperature: float = 1.0) -> None:
         >>> observe_gate("gate", jnp.zeros((4, 8)))
     """
     path = _path(name, "observe_gate")
+    temperature = check.number("observe_gate temperature (divide the gate by one that is trained)", temperature)
     shape, kind = jnp.shape(gate), jnp.result_type(gate)
     if len(shape) < 2 or not jnp.issubdtype(kind, jnp.floating):
         raise ValueError(
             f"observe_gate gate must be float [*positions, channels], got {kind}{list(shape)}; broadcast one that is "
             "the same for all tokens: jnp.broadcast_to(gate, x.shape)"
         )
-    if not temperature > 0:
-        raise ValueError(f"observe_gate temperature must be above 0, got {temperature!r}")
     if _active.observers:
         _active.observers[-1].take_tokens(measure_gate(gate, temperature), path)
 

@@ -113,7 +113,7 @@ class Loads:
 
 
 def find_expert_shards(path: tuple[str, ...], experts: int, tensors: Tensors, infos: Infos) -> int | None:
-    """Into how many shards the mesh cuts the experts of a router: as it cuts the parameters beside it, along E.
+    """Into how many shards the mesh cuts the experts of a router: as it cuts the parameters beside it, `[E, ...]`.
 
     Args:
         path: Path of the router's module.
@@ -122,13 +122,15 @@ def find_expert_shards(path: tuple[str, ...], experts: int, tensors: Tensors, in
         infos: What is known of them.
 
     Returns:
-        None where none of them is cut along an axis of that length.
+        None where none of them is cut along that axis. The router's own are cut by features, if at all.
     """
     for key, info in infos.items():
-        if key[: len(path) - 1] != path[:-1]:
+        if key[: len(path) - 1] != path[:-1] or key[: len(path)] == path:
             continue
-        sizes = dict(info.split.sizes)
-        for length, axes in zip(tensors[key].shape, info.split.dims):
-            if length == experts and axes:
-                return math.prod(sizes[axis] for axis in axes)
+        stack = info.stack_axis if isinstance(info.stack_axis, tuple) else (info.stack_axis,)
+        lies = zip(tensors[key].shape, info.split.dims)
+        length, cut = next(((n, axes) for axis, (n, axes) in enumerate(lies) if axis not in stack), (0, ()))
+        if cut and length == experts:
+            sizes = dict(info.split.sizes)
+            return math.prod(sizes[axis] for axis in cut)
     return None

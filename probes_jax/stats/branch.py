@@ -19,7 +19,8 @@ def measure_branch(stream: jax.Array, branch: jax.Array) -> PerToken:
         branch: b, the same; a = s + b.
 
     Returns:
-        `COLUMNS`. A ratio or an angle of a zero vector is no measurement.
+        `COLUMNS`. A ratio or an angle of a zero vector is no measurement; of one whose norm overflows float32 it is
+        NaN.
     """
     stream, branch = jax.lax.stop_gradient((stream, branch))
     s, b = stream.astype(jnp.float32), branch.astype(jnp.float32)
@@ -31,14 +32,15 @@ def measure_branch(stream: jax.Array, branch: jax.Array) -> PerToken:
     apart = jnp.where(
         norm_b == 0, 0.0, apart
     )  # where two sums are ordered otherwise, equal vectors differ in a last bit
+    beyond = jnp.where(jnp.isinf(norm_s) | jnp.isinf(norm_a), jnp.nan, 0.0)  # squares that overflow have no direction
     moved = b != 0
     lost = moved & (a.astype(jnp.bfloat16) == s.astype(jnp.bfloat16))
     columns = {
         "stream_norm": norm_s,
         "branch_norm": norm_b,
         "ratio": jnp.where(norm_s != 0, norm_b / jnp.where(norm_s != 0, norm_s, 1.0), NOTHING),
-        "importance": jnp.where(some, jnp.square(apart) / 2, NOTHING),  # 1 - cos, exact where cos is near 1
-        "angle": jnp.where(some, jnp.arctan2(apart, along) * np.float32(2 / np.pi), NOTHING),
+        "importance": jnp.where(some, jnp.square(apart) / 2 + beyond, NOTHING),  # 1 - cos, exact where cos is near 1
+        "angle": jnp.where(some, jnp.arctan2(apart, along) * np.float32(2 / np.pi) + beyond, NOTHING),
         "noop": jnp.mean(lost.astype(jnp.float32), axis=-1),
         "nonzero": jnp.mean(moved.astype(jnp.float32), axis=-1),
     }

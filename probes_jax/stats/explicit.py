@@ -54,10 +54,10 @@ def summarize_on_each_device(summarize: Callable[..., Any], split: Split, mesh: 
         mesh: The mesh; None on one device.
         arrays: Arrays, the one that is cut first.
     """
-    shape = arrays[0].shape
-    sizes = dict(split.sizes)
-    whole = all(length % math.prod(sizes[axis] for axis in group) == 0 for length, group in zip(shape, split.dims))
-    if mesh is None or not split.axes or not whole or manual_axes() or stated(arrays[0]) is not None:
+    if mesh is None or not split.axes or manual_axes() or stated(arrays[0]) is not None:
+        return summarize_where_it_lies(summarize, split, *arrays)
+    shape, sizes = arrays[0].shape, dict(split.sizes)
+    if any(length % math.prod(sizes[axis] for axis in group) for length, group in zip(shape, split.dims)):
         return summarize_where_it_lies(summarize, split, *arrays)
     dims = [group or None for group in (*split.dims, *((),) * (len(shape) - len(split.dims)))]
     axes = tuple(axis for axis in mesh.axis_names if axis in split.axes)

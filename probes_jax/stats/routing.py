@@ -45,7 +45,10 @@ def read_routing(output: Any, top_k: int | None) -> PerToken | str:
     if top_k is None:
         return NO_TOP_K
     if top_k >= wide.shape[-1]:
-        return f"Plan top_k={top_k}, but the router returns scores of {wide.shape[-1]} experts"
+        return (
+            f"Plan top_k={top_k}, but the router returns scores of {wide.shape[-1]} experts: there is no choice. "
+            "Experts chosen elsewhere are named with pj.observe_routing"
+        )
     return of_tokens(jax.lax.top_k(wide, top_k)[1], wide.shape[-1], wide)
 
 
@@ -65,7 +68,8 @@ def of_tokens(
     names: tuple[str, ...] = (EXPERT,) * k
     if scores is not None and k < experts:
         highest = jax.lax.top_k(jax.lax.stop_gradient(scores).astype(jnp.float32), k + 1)[0]
-        columns.append(highest[..., k - 1 : k] - highest[..., k:])
+        last, after = highest[..., k - 1 : k], highest[..., k:]  # an expert that is closed has the score -inf
+        columns.append(jnp.where(jnp.isneginf(after), NOTHING, last - after))
         names = (*names, MARGIN)
     bias = None if bias is None else jax.lax.stop_gradient(bias).astype(jnp.float32)
     return PerToken(jnp.concatenate(columns, axis=-1), ROUTER, names, indices.ndim - 1, experts, bias)

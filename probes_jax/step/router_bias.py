@@ -47,7 +47,9 @@ def measure_biases(settings: Settings, core: Core, loads: Sequence[Loads], notes
         elif not found:
             notes.missing |= {f"{label}/bias": NO_BIAS for label in router.labels}
         for path, array, split in found if router.bias is None else ():
-            stat = "bias" if len(found) == 1 else f"{path[-1]}/bias"
+            alike = sum(other[-1] == path[-1] for other, *_ in found) > 1  # in the router and beside it
+            own = "/".join(path[len(router.path) - 1 :]) if alike else path[-1]
+            stat = "bias" if len(found) == 1 else f"{own}/bias"
             items.append(measured(router.names(stat), summarize_where_it_lies(summarize_bias, split, array)))
     return items
 

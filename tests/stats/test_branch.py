@@ -89,3 +89,9 @@ def test_what_bfloat16_loses():
     """256 + 0.5 is 256 in bfloat16; 256 + 2 is 258."""
     found = measured(np.full((1, 4), 256.0, np.float32), np.asarray([[0.5, 2.0, 0.0, 0.5]], np.float32))
     assert (found["noop"][0], found["nonzero"][0]) == (0.5, 0.75)
+
+
+def test_a_norm_that_overflows_has_no_direction():
+    stream, branch = jnp.asarray([[1e20, 2e20]]), jnp.asarray([[-2e20, 1e20]])
+    found = dict(zip(COLUMNS, measure_branch(stream, branch).values[0]))
+    assert np.isinf(found["stream_norm"]) and np.isnan(found["importance"]) and np.isnan(found["angle"])

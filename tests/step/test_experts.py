@@ -11,7 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from probes_jax.signals.experts import balance, spread
+from probes_jax.signals.experts import balance, find_expert_shards, spread
+from probes_jax.signals.parameters import ParameterInfo
+from probes_jax.stats.partial import Split
+from probes_jax.stats.per_token import NOTHING
+from probes_jax.stats.routing import of_tokens
 from tests.step.small import GROUPS, VOCAB, make_batch, make_sgd, make_state, only
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
@@ -223,3 +227,30 @@ def test_routers_change_nothing_and_a_plan_can_do_without():
 def test_routing_that_cannot_be_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         pj.observe_routing(**arguments)
+
+
+def test_a_closed_expert_has_no_margin():
+    closed = jnp.asarray(
+        [[1.0, -jnp.inf, -jnp.inf, -jnp.inf], [3.0, 2.0, -jnp.inf, -jnp.inf], [3.0, 2.0, 1.5, -jnp.inf]]
+    )
+    found = of_tokens(jax.lax.top_k(closed, 2)[1], 4, closed).values[:, -1]
+    np.testing.assert_array_equal(found, [NOTHING, NOTHING, 0.5])
+
+
+def test_only_the_experts_own_first_axis_says_how_they_are_cut():
+    def info(*dims, stack=None):
+        return ParameterInfo(("x",), stack, Split(dims, (("model", 2),)))
+
+    infos = {
+        ("moe", "router", "kernel"): info((), ("model",)),
+        ("moe", "up"): info((), (), ("model",), stack=0),
+        ("moe", "norm"): info((), ()),
+    }
+    tensors = {
+        ("moe", "router", "kernel"): np.zeros((8, 4)),
+        ("moe", "up"): np.zeros((3, 4, 4)),
+        ("moe", "norm"): np.zeros((4, 4)),
+    }
+    assert find_expert_shards(("moe", "router"), 4, tensors, infos) is None
+    infos["moe", "up"] = info((), ("model",), (), stack=0)
+    assert find_expert_shards(("moe", "router"), 4, tensors, infos) == 2

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import probes_jax as pj
 from probes_jax.spec.sketch import ERROR, QUANTILES
 from tests.stats.test_branch import reference
-from tests.step.small import VOCAB, make_batch, make_sgd, make_state, only
+from tests.step.small import VOCAB, loss_fn, make_batch, make_sgd, make_state, only
 
 WIDTH = 8
 PLAN = only("residual")
@@ -341,3 +341,22 @@ def test_a_family_that_the_plan_asks_for_and_the_model_hides_is_missing_by_name(
     _, report = pj.monitored_train_step(state, make_batch())
     missing = dict(report.coverage.missing)
     assert "with +" in missing["residual"] and "jax.nn.dot_product_attention" in missing["attention"]
+
+
+def test_under_the_users_shard_map():
+    batch, model, tx = make_batch(), Model(PreNorm), make_sgd()
+    plan = only("residual", "attention", backward=False)
+    state = make_state(model=model, plan=plan, tx=tx, batch=batch)
+    params = jax.tree.map(np.array, state.params)
+    alone = pj.monitored_train_step(state, batch)[1].scalars()
+    mesh, whole, data = Mesh(np.array(jax.devices()[:4]), ("data",)), PartitionSpec(), PartitionSpec("data")
+    monitor = pj.Monitor.create(
+        tx=tx, params=params, plan=plan, model=model, loss_fn=loss_fn, batch=batch, axis_names=("data",)
+    )
+
+    def step(params, monitor, batch):
+        (_, seen), gradients = monitor.value_and_grad(params, batch, jax.random.key(0), scan=True)
+        return monitor.measure(seen, gradients, params, params, tx.init(params), tx.init(params))[1]
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=(whole, whole, data), out_specs=whole)
+    _same(alone, jax.jit(run)(params, monitor, batch).scalars())

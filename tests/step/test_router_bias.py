@@ -138,3 +138,20 @@ def test_beside_the_router_and_in_steps_that_scan_only():
 def test_a_bias_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"bias must have the shape \[4\], got \[3\]"):
         pj.observe_routing("a", jnp.zeros((2, 1), jnp.int32), experts=4, bias=jnp.zeros(3))
+
+
+def test_two_arrays_of_one_name_in_a_router_and_beside_it():
+    class Balanced(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
+            beside = self.variable("balance", "bias", jnp.zeros, (EXPERTS,)).value
+            return nn.Dense(VOCAB, name="head")(
+                x + (nn.Dense(EXPERTS, name="router")(x) + beside).sum(-1, keepdims=True)
+            )
+
+    batch = make_batch()
+    state = make_state(model=Balanced(), plan=PLAN, batch=batch)
+    run = functools.partial(step_program, state.settings, "full", np.int32(0))
+    names = decoder_of(jax.eval_shape(run, state.core, batch)[1].layout).names
+    assert {f"router/router/{own}/bias/expert[0]" for own in ("router/bias", "bias")} < set(names)

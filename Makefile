@@ -27,7 +27,7 @@ PIN_FLAGS := --quiet --generate-hashes --no-annotate --no-header --no-emit-index
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.runtime ## train a small language model with every probe on (ARGS="--nnx --steps 200")
+demo: $(VENV)/.runtime ## train a small language model with its probes on (ARGS="--nnx --steps 200")
 	@$(RUN) examples/demo.py $(ARGS)
 
 test: $(VENV)/.dev ## every test, and the examples in the docstrings

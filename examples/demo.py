@@ -1,4 +1,4 @@
-"""Trains a small byte-level language model on text found on this machine, with every probe on.
+"""Trains a small byte-level language model on text found on this machine, with its probes on.
 
 python examples/demo.py             a linen model, at most 3 minutes of training
 python examples/demo.py --nnx       the same model in nnx

@@ -28,9 +28,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # what is observed of a model must not change a bit of it: nearly every test there says so
-        if pathlib.Path(__file__).parent / "observe" in item.path.parents:
-            item.add_marker(pytest.mark.optimized)
     if importlib.util.find_spec("tensorflow") is not None:
         return
     for item in items:

@@ -166,6 +166,7 @@ def test_no_gradient_path_is_absent_and_not_zero():
     assert {name: row["count"] for name, row in rows.items()} == {"unused": 0, "cut": 0, "head": 6, "output": 6}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("options", [{}, {"scan": True}, {"scan": True, "remat": True}])
 def test_loss_and_gradients_are_bit_equal(options):
     binding, parts = start(Decoder(**options), loss_of, TOKENS)

@@ -68,6 +68,7 @@ class WrittenWithTransforms(nn.Module):
         return (nn.remat(Methods, methods=["layer"]) if self.lifted else Methods)(name="last").layer(x, None)[0]
 
 
+@pytest.mark.optimized
 def test_transforms_that_decorate_a_method_and_transforms_of_chosen_methods():
     def convert(variables):
         return separate({"params": unrolled(variables["params"], 0, "decorated")}, name="methods")
@@ -97,6 +98,7 @@ class HelperUnrolled(nn.Module):
         return x
 
 
+@pytest.mark.optimized
 def test_a_scanned_method_of_the_module_itself():
     convert = functools.partial(separate, name="mlp")
     observed = assert_twin(DecoratedHelper(), HelperUnrolled(), (X,), convert)
@@ -153,6 +155,7 @@ def grid(variables, name, axes):
     return {"params": params}
 
 
+@pytest.mark.optimized
 def test_remat_scan():
     convert = functools.partial(grid, name="layers", axes=(0, 1))
     assert_twin(RematScan(), RematScanUnrolled(), (X,), convert, merge=lambda label: two_indices(first_call(label)))

@@ -171,6 +171,7 @@ class Body(nn.Module):
         return layers(self, x, None)[0]
 
 
+@pytest.mark.optimized
 def test_a_scanned_function_of_the_module_itself():
     observed, _, parts = observed_and_plain(FunctionStyle(), mean_output, X)
     layer = parts.params["body"]["layer"]
@@ -207,6 +208,7 @@ class Group(nn.Module):
         return self.inner(name="layers")(x, None)
 
 
+@pytest.mark.optimized
 def test_a_scan_in_a_scan_called_twice():
     observed, _, parts = observed_and_plain(Nested(), mean_output, X)
     x = X @ parts.params["first"]["kernel"]

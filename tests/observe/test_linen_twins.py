@@ -153,6 +153,7 @@ class Boxed(nn.Module):
         return nn.tanh(nn.Dense(4, kernel_init=kernel, name="mlp")(x)), None
 
 
+@pytest.mark.optimized
 def test_partition_names_of_layers():
     assert_twin(Partitioned(), Partitioned(scan=False), (X,), separate)
 
@@ -255,5 +256,6 @@ class AnnotatedMlp(nn.Module):
         return x @ partitioning.param_with_axes("kernel", nn.initializers.lecun_normal(), (4, 4), axes=("embed", "mlp"))
 
 
+@pytest.mark.optimized
 def test_scans_with_logical_axes():
     assert_twin(Annotated(), Annotated(scan=False), (X,), separate)

@@ -132,6 +132,7 @@ def loss_of(transform):
     return lambda model, batch, rngs: TRANSFORMS[transform](model, batch)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("transform", ["vmap", "nested"])
 def test_loss_and_gradients_do_not_differ_in_a_bit(name, transform):

@@ -36,6 +36,7 @@ LIFTED = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", LIFTED)
 def test_a_transform_brings_out_every_point(name):
     module = LIFTED[name](nnx.Rngs(0))
@@ -43,6 +44,7 @@ def test_a_transform_brings_out_every_point(name):
     assert not binding.marks.slots  # no Variable was added anywhere
 
 
+@pytest.mark.optimized
 def test_each_part_of_a_model_has_the_marks_that_it_takes():
     module = models.Layers(nnx.Rngs(0))
     wanted = {"looped": "does not take a Variable more", "lost": "did not come back"}

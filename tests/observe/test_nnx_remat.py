@@ -105,6 +105,7 @@ class Stacked(nnx.Module):
         return run(self.stacks[1], run(self.stacks[0], self.first(x)))
 
 
+@pytest.mark.optimized
 def test_stacked_layers_have_a_row_each():
     observed, _, parts = observed_and_plain(Stacked(nnx.Rngs(0)), mean_output, X)
     x = X @ parts.params["first"]["kernel"]
@@ -275,6 +276,7 @@ def test_the_layer_axis_of_each_parameter():
     assert observed.rows["layers[2]"]["abs_max"] == pytest.approx(float(jnp.abs(expected).max()), rel=1e-5)
 
 
+@pytest.mark.optimized
 def test_parameters_of_stacked_layers_have_the_names_of_their_activations():
     observed, _, parts = observed_and_plain(Stacked(nnx.Rngs(0)), mean_output, X)
     shapes = {

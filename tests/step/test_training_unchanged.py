@@ -9,8 +9,6 @@ import pytest
 import probes_jax as pj
 from tests.step.small import GROUPS, Model, copy, make_batch, make_state, make_tx, plain_step
 
-pytestmark = pytest.mark.optimized
-
 
 def train(state, steps, start=0):
     for seed in range(start, start + steps):
@@ -22,6 +20,7 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.optimized
 def test_twenty_steps_bitwise_equal_with_probes_on_and_off(monkeypatch):
     plan = pj.Plan(groups=GROUPS, scan_every=3, backward=False)
     on = train(make_state(plan=plan, model=Model(dropout=0.1)), 20)
@@ -31,23 +30,19 @@ def test_twenty_steps_bitwise_equal_with_probes_on_and_off(monkeypatch):
     assert_equal(on.opt_state, off.opt_state)
 
 
-def test_twenty_steps_with_taps_differ_in_last_bits_only(monkeypatch):
+@pytest.mark.optimized
+def test_twenty_steps_with_taps_differ_in_last_bits_only_from_a_loop_without_the_library(monkeypatch):
     """A gradient that is measured is one that the compiler keeps: what it fused before it rounds otherwise."""
-    plan = pj.Plan(groups=GROUPS, scan_every=3)
-    on = train(make_state(plan=plan, model=Model(dropout=0.1)), 20)
-    monkeypatch.setenv("PROBES_JAX", "off")
-    off = train(make_state(plan=plan, model=Model(dropout=0.1)), 20)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), on.params, off.params)
-
-
-def test_equal_to_a_loop_without_the_library():
     tx = make_tx()
-    state = make_state(tx=tx, plan=pj.Plan(groups=GROUPS))
+    state = make_state(tx=tx, plan=pj.Plan(groups=GROUPS, scan_every=3))
     params, opt_state = copy(state.params), copy(state.opt_state)
     for seed in range(20):
         params, opt_state, *_ = plain_step(params, opt_state, make_batch(seed), tx)
-    # Another program may order a sum otherwise, so a last bit may differ and grow over 20 steps.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), train(state, 20).params, params)
+    on = train(state, 20).params
+    monkeypatch.setenv("PROBES_JAX", "off")
+    off = train(make_state(tx=tx), 20).params
+    for other in (params, off):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), on, other)
 
 
 def test_off_is_a_plain_step(monkeypatch):
@@ -100,14 +95,14 @@ def test_the_users_own_variables_are_not_donated():
 
 def test_rngs_follow_step_and_microbatch():
     """L111: five steps, save, five steps equals ten steps, dropout included."""
-    plan = pj.Plan(groups=GROUPS)
-    whole = train(make_state(plan=plan, model=Model(dropout=0.3)), 10)
-    half = train(make_state(plan=plan, model=Model(dropout=0.3)), 5)
+    state = make_state(model=Model(dropout=0.3), donate=False)
+    whole, half = train(state, 10), train(state, 5)
     leaves, structure = jax.tree.flatten(half)
     resumed = jax.tree.unflatten(structure, [np.array(x) for x in leaves])
     assert_equal(train(resumed, 5, start=5).params, whole.params)
 
 
+@pytest.mark.optimized
 def test_how_often_is_measured_changes_nothing():
     """L161: scanning on every step or on every tenth gives the same parameters bit by bit, and the same loss."""
     found = []

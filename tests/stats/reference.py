@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from probes_jax.spec.summary import KINDS
@@ -36,6 +37,7 @@ def statistics(x) -> dict[str, float | None]:
 
 def finalized(summary: Summary) -> list[dict[str, float | None]]:
     """Merged over row axes in NumPy, then finalized: one dict of statistics for each element of the stack."""
+    summary = jax.device_get(summary)  # columns of NumPy arrays: a slice of a JAX array is a program of its own
     kind = KINDS[summary.kind]
     stack = summary.stack_shape()
     leaves = {}

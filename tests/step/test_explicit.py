@@ -136,7 +136,7 @@ def assert_same(alone, found):
 CASES = [
     ("linen scanned and rematerialized", "tensor", 1, "every family"),
     ("linen scanned and rematerialized", "context", 2, "every family"),
-    ("nnx", "data", 2, "every family"),
+    ("nnx", "data", 2, "few families"),
     ("nnx", "tensor", 1, "few families"),
 ]
 

@@ -109,7 +109,7 @@ def sharded(case, microbatches, plan):
     return *run(batches, plan, shardings=rule, microbatches=microbatches), batches[0]
 
 
-# Every family where parameters, and where tokens and features are cut; `test_mesh_roles.py` has the other meshes.
+# Every family where parameters, and where tokens and features are cut; `test_mesh_roles.py` has more meshes.
 EVERY = [("fsdp", 1, "every family"), ("tensor", 2, "every family")]
 OTHERS = [(case, 2, "few families") for case in ("data", "tensor with a feature guess", "context")]
 

@@ -96,7 +96,6 @@ def make_batch(seed=0):
 # What each axis shards, by name: of a parameter [.., layer, expert, in, out], or of the batch.
 MESHES = [
     {"data": 8},
-    {"fsdp": 8},
     {"model": 8},
     {"expert": 8},
     {"seq": 8},

@@ -87,7 +87,7 @@ def test_a_batch_without_a_valid_token():
     """L absent, gradient zero, the update applied as optax would, counted as an empty step."""
     batch = make_batch()
     empty = {**batch, "mask": np.zeros_like(batch["mask"])}
-    state = make_state()
+    state = make_state(plan=only(scan_every=1))
     state, _ = pj.monitored_train_step(state, batch)
     before = np.array(state.params["head"]["kernel"])
     state, report = pj.monitored_train_step(state, empty)
@@ -105,7 +105,7 @@ def test_a_batch_without_a_valid_token():
 def test_skip_empty_leaves_the_state_alone(microbatches):
     batch = make_batch()
     empty = {**batch, "mask": np.zeros_like(batch["mask"])}
-    state = make_state(plan=only(groups=("a", "b"), skip_empty=True), microbatches=microbatches)
+    state = make_state(plan=only(groups=("a", "b"), scan_every=1, skip_empty=True), microbatches=microbatches)
     state, _ = pj.monitored_train_step(state, batch)
     before = np.array(state.params["head"]["kernel"])
     state, report = pj.monitored_train_step(state, empty)
@@ -141,7 +141,7 @@ def test_an_optimizer_that_needs_more_is_refused_by_name():
     assert report.scalars()["grad/norm"] == pytest.approx(np.sqrt(12))
 
 
-@pytest.mark.parametrize(("microbatches", "scale"), [(1, None), (1, 8.0), (2, None), (2, 8.0)])
+@pytest.mark.parametrize(("microbatches", "scale"), [(1, None), (2, 8.0)])
 def test_the_optimizer_is_given_the_loss(microbatches, scale):
     """`value=` is the loss that was optimized, extra terms included, unscaled: what reduce_on_plateau looks at."""
 
@@ -181,8 +181,15 @@ def test_a_model_called_inside_a_transform_needs_its_variables():
     assert report.coverage.missing  # what the transform hides is named
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("plan", [{}, {"guard": pj.Guard(nonfinite=False, co_spike=True)}, {"skip_empty": True}])
+@pytest.mark.parametrize(
+    ("plan", "microbatches"),
+    [
+        ({}, 1),
+        ({"guard": pj.Guard(nonfinite=False, co_spike=True)}, 2),
+        ({"skip_empty": True}, 1),
+        ({"skip_empty": True}, 2),
+    ],
+)
 def test_a_nan_among_the_weights_is_no_empty_batch(plan, microbatches):
     batch = make_batch(masked=False)
     batch["mask"][0, 0] = np.nan
@@ -221,7 +228,7 @@ def test_the_mask_is_a_constant_of_the_loss():
         )
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("microbatches", [1, 8])
 def test_float16_gradients_do_not_grow_with_the_number_of_tokens(microbatches):
     """The gradient of a sum over 4,096 tokens overflows float16 where that of their mean does not."""
 

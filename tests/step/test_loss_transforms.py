@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import GROUPS, Model, NNXModel, copy, make_batch, make_sgd, make_state
-from tests.step.test_mesh import count_collectives, mesh_of, replicated, shard
+from tests.step.small import GROUPS, NNXModel, copy, make_batch, make_sgd, make_state, only
+from tests.step.test_mesh import OneBlock, count_collectives, mesh_of, replicated, shard
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
@@ -52,7 +52,7 @@ def loss_of(nll):
 
 
 BATCHES = [make_batch(seed, batch=16) for seed in range(2)]
-MODELS = {"linen": Model, "nnx": lambda: NNXModel(nnx.Rngs(0))}
+MODELS = {"linen": OneBlock, "nnx": lambda: NNXModel(nnx.Rngs(0))}
 
 
 def state_of(nll, model="linen", batch=BATCHES[0], plan=PLAN, **options):
@@ -64,7 +64,7 @@ def state_of(nll, model="linen", batch=BATCHES[0], plan=PLAN, **options):
 
 
 def run(nll, batches=BATCHES, **options):
-    state, found = state_of(nll, batch=batches[0], **options), []
+    state, found = state_of(nll, batch=batches[0], donate=False, **options), []
     for batch in batches:
         state, report = pj.monitored_train_step(state, batch)
         found.append(report)
@@ -72,15 +72,16 @@ def run(nll, batches=BATCHES, **options):
 
 
 @functools.cache
-def run_whole():
-    return run(whole)[1]
+def run_whole(plan=PLAN):
+    return run(whole, plan=plan)[1]
 
 
-@pytest.mark.parametrize("nll", [per_example, chunks])
-def test_every_metric_is_that_of_one_call_on_one_device(nll):
+@pytest.mark.parametrize(("nll", "microbatches", "more"), [(per_example, 1, 3), (chunks, 2, 2)])
+def test_every_metric_is_that_of_one_call_on_one_device_and_the_price(nll, microbatches, more):
+    """A map over a sharded batch has a row for every example: their maxima are merged in one collective more."""
     batches = [shard(batch, mesh_of(data=8), "data") for batch in BATCHES]
     expected = run_whole()
-    _, found = run(nll, batches, shardings=replicated, microbatches=2)
+    state, found = run(nll, batches, shardings=replicated, microbatches=microbatches)
     for one, many in zip(expected, found, strict=True):
         left_out = "logits", "loss/shard", "loss/worst"  # what a call inside returns does not come out
         scalars = {name: value for name, value in one.scalars().items() if not name.startswith(left_out)}
@@ -89,23 +90,26 @@ def test_every_metric_is_that_of_one_call_on_one_device(nll):
     coverage = found[0].coverage
     assert [name for name, _ in coverage.missing] == ["logits"]
     assert "grad_act/loss_fn/nll/rms" in found[0].scalars()
+    plain = count_collectives(state, "off", batches[0])
+    assert 1 <= count_collectives(state, "light", batches[0]) - plain <= 2
+    assert 1 <= count_collectives(state, "full", batches[0]) - plain <= more
+
+
+def test_a_map_over_the_examples_of_microbatches():
+    plan = only("act", "grad_act", scan_every=2)
+    batches = [shard(batch, mesh_of(data=8), "data") for batch in BATCHES]
+    _, found = run(per_example, batches, plan=plan, shardings=replicated, microbatches=2)
+    for one, many in zip(run_whole(plan), found, strict=True):
+        for name, value in one.scalars().items():
+            if not name.startswith(("loss/shard", "loss/worst")):
+                assert many.scalars()[name] == pytest.approx(value, rel=3e-4, abs=1e-5), name
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("model", MODELS)
 def test_training_does_not_differ_in_a_bit(model, monkeypatch):
-    plan = pj.Plan(groups=GROUPS, scan_every=2, backward=False)
+    plan = only("act", "grad", scan_every=2)
     on, _ = run(per_example, model=model, plan=plan)
     monkeypatch.setenv("PROBES_JAX", "off")
     off, _ = run(per_example, model=model, plan=plan)
     jax.tree.map(np.testing.assert_array_equal, on.params, off.params)
-
-
-def test_collectives():
-    """A map over a sharded batch has a row for every example: their maxima are merged in one collective more."""
-    batch = shard(BATCHES[0], mesh_of(data=8), "data")
-    for nll, more in ((chunks, 2), (per_example, 3)):
-        state = state_of(nll, batch=batch, shardings=replicated, donate=False)
-        plain = count_collectives(state, "off", batch)
-        assert 1 <= count_collectives(state, "light", batch) - plain <= 2
-        assert 1 <= count_collectives(state, "full", batch) - plain <= more

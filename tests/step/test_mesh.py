@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
-from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -13,11 +15,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
 from probes_jax.spec.plan import MORE
-from tests.step.small import GROUPS, make_batch, make_sgd, make_state, only
+from tests.step.small import GROUPS, VOCAB, WIDTH, Block, make_batch, make_sgd, make_state, only
 from tests.step.test_microbatches import is_noise
 
-EVERYTHING: dict[str, Any] = dict(more=MORE, groups=GROUPS, scan_every=2, precision=True, stages=True)
-PLAN = pj.Plan(**EVERYTHING)
+PLAN = pj.Plan(more=MORE, groups=GROUPS, scan_every=2, precision=True, stages=True)
+PLANS = {"every family": PLAN, "few families": only("act", "grad", scan_every=2)}
+
+
+class OneBlock(nn.Module):
+    """With the names of `Model`, and half of it: a full program compiles in half of the time."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
+        return nn.Dense(VOCAB, name="head")(Block(name="block_0")(x))
 
 
 def mesh_of(**axes):
@@ -56,13 +67,14 @@ CASES = {
 }
 
 
-def run(batches, plan=PLAN, **kwargs):
-    state = make_state(plan=plan, batch=batches[0], tx=make_sgd(), **kwargs)
-    found = []
+def run(batches, plan=PLAN, model=None, **kwargs):
+    """The state before the first step, that after the last, and what each has reported."""
+    first = make_state(OneBlock() if model is None else model, make_sgd(), plan, batches[0], donate=False, **kwargs)
+    state, found = first, []
     for batch in batches:
         state, report = pj.monitored_train_step(state, batch)
         found.append(report.scalars())
-    return state, found
+    return first, state, found
 
 
 def is_of_backward_pass(name):
@@ -77,22 +89,35 @@ def tolerance(name):
     return dict(abs=3e-3) if "flow/" in name else dict(rel=3e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("case", "microbatches"),
-    [("data", 1), ("data", 2), ("fsdp", 2), ("tensor", 1), ("tensor with a feature guess", 2), ("context", 2)],
-)
-def test_values_are_those_of_one_device(case, microbatches):
+BATCHES = [make_batch(seed, batch=16) for seed in range(2)]
+
+
+@functools.cache
+def alone(plan):
+    return run(BATCHES, PLANS[plan])[2]
+
+
+@functools.cache
+def sharded(case, microbatches, plan):
     axes, token_axes, rule, settings = CASES[case]
-    batches = [make_batch(seed, batch=16) for seed in range(3)]
-    _, alone = run(batches)
     mesh = mesh_of(**axes)
-    plan = pj.Plan(**EVERYTHING, **settings)
-    sharded = [
+    batches = [
         {key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*token_axes[: x.ndim]))) for key, x in batch.items()}
-        for batch in batches
+        for batch in BATCHES
     ]
-    _, found = run(sharded, plan, shardings=rule, microbatches=microbatches)
-    for one, many in zip(alone, found, strict=True):
+    plan = dataclasses.replace(PLANS[plan], **settings)
+    return *run(batches, plan, shardings=rule, microbatches=microbatches), batches[0]
+
+
+# Every family where parameters, and where tokens and features are cut; `test_mesh_roles.py` has more meshes.
+EVERY = [("fsdp", 1, "every family"), ("tensor", 2, "every family")]
+OTHERS = [(case, 2, "few families") for case in ("data", "tensor with a feature guess", "context")]
+
+
+@pytest.mark.parametrize(("case", "microbatches", "plan"), [*EVERY, *OTHERS])
+def test_values_are_those_of_one_device_in_full_and_light_steps(case, microbatches, plan):
+    *_, found, _ = sharded(case, microbatches, plan)
+    for one, many in zip(alone(plan), found, strict=True):
         for name, value in one.items():
             if name.startswith(("loss/shard", "loss/worst")) or (microbatches > 1 and is_of_backward_pass(name)):
                 continue
@@ -139,10 +164,11 @@ def test_nan_on_one_device_is_seen_by_all():
         logits = model(batch["tokens"]) + batch["hole"][:, None, None]
         return pj.Loss(nll=logits[..., 0] ** 2, logits=logits)
 
+    batch["hole"] = np.zeros((16,), np.float32)
+    on_mesh = dict(batch=shard(batch, mesh, "data"), shardings=replicated, donate=False)
+    state = make_state(OneBlock(), loss_fn=loss_fn, plan=only("logits", groups=()), **on_mesh)
     for hole in (np.nan, np.inf):
-        batch["hole"] = np.zeros((16,), np.float32)
         batch["hole"][9] = hole
-        state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=shard(batch, mesh, "data"), shardings=replicated)
         _, report = pj.monitored_train_step(state, shard(batch, mesh, "data"))
         found = report.scalars()
         assert not np.isfinite(found["loss/mean"])
@@ -162,12 +188,9 @@ def count_collectives(state, program, batch):
     return len(re.findall(rf" = .+ (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text))
 
 
-@pytest.mark.parametrize("case", ["data", "fsdp"])
-def test_two_more_collectives_whatever_is_probed(case):
-    axes, token_axes, rule, _ = CASES[case]
-    mesh = mesh_of(**axes)
-    batch = shard(make_batch(batch=16), mesh, *token_axes)
-    state = make_state(plan=PLAN, batch=batch, shardings=rule, donate=False)
+@pytest.mark.parametrize(("case", "microbatches", "plan"), [EVERY[0], OTHERS[0]])
+def test_two_more_collectives_whatever_is_probed(case, microbatches, plan):
+    state, *_, batch = sharded(case, microbatches, plan)
     plain = count_collectives(state, "off", batch)
     assert plain > 0  # the gradients' own: the count sees something
     for program in ("light", "full"):
@@ -175,7 +198,7 @@ def test_two_more_collectives_whatever_is_probed(case):
 
 
 def test_no_collective_on_one_device():
-    state = make_state(donate=False)
+    state = make_state(OneBlock(), donate=False)
     assert count_collectives(state, "full", make_batch()) == 0
 
 
@@ -203,18 +226,20 @@ def test_an_axis_that_shards_tokens_and_features_is_used_once():
         key: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*("data", "model")[: x.ndim])))
         for key, x in make_batch(batch=16, length=8).items()
     }
-    _, found = run([batch], only("act", feature_axes=("model",)), shardings=replicated)
-    _, alone = run([make_batch(batch=16, length=8)], only("act"))
-    assert found[0]["act/head/rms"] == pytest.approx(alone[0]["act/head/rms"], rel=1e-5)
+    *_, (found,) = run([batch], only("act", feature_axes=("model",)), shardings=replicated)
+    *_, (one,) = run([make_batch(batch=16, length=8)], only("act"))
+    assert found["act/head/rms"] == pytest.approx(one["act/head/rms"], rel=1e-5)
 
 
 def test_state_keeps_its_shardings():
     mesh = mesh_of(data=8)
     batch = shard(make_batch(batch=16), mesh, "data")
-    state = make_state(plan=PLAN, batch=batch, shardings=fsdp)
-    before = jax.tree.map(lambda x: x.sharding, state.core)
-    state, _ = pj.monitored_train_step(state, batch)
-    assert before == jax.tree.map(lambda x: x.sharding, state.core)
+    state = make_state(OneBlock(), batch=batch, shardings=fsdp, donate=False)
+    after, _ = pj.monitored_train_step(state, batch)
+    for first, last in ((state, after), sharded(*EVERY[0])[:2]):
+        lies = [jax.tree.map(lambda x: x.sharding, one.core) for one in (first, last)]
+        assert lies[0] == lies[1]
+    state = after
     kernel = state.params["block_0"]["up"]["kernel"]
     assert kernel.sharding.spec == PartitionSpec("data", None) or kernel.sharding.spec == PartitionSpec("data")
     moment = state.opt_state.stages[1].mu["block_0"]["up"]["kernel"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,8 @@ import probes_jax as pj
 from probes_jax.spec.summary import FORMATS
 from tests.stats.test_formats import REFERENCE, lost_by_definition
 from tests.stats.test_shape import by_definition
-from tests.step.small import VOCAB, WIDTH, Model, NNXModel, make_batch, make_sgd, make_state, only, plain_step
-from tests.step.test_mesh import mesh_of
+from tests.step.small import VOCAB, WIDTH, NNXModel, make_batch, make_sgd, make_state, only, plain_loss
+from tests.step.test_mesh import OneBlock, mesh_of
 from tests.step.test_shard_map import TX, Small, loss_fn, trained_step, under
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
@@ -35,8 +37,9 @@ def precise(found):
 
 
 def report_of(batch, **kwargs):
-    state = make_state(batch=batch, tx=make_sgd(), donate=False, **{"plan": PLAN, **kwargs})
-    return state, pj.monitored_train_step(state, batch)[1]
+    given = {"plan": PLAN, "model": OneBlock(), **kwargs}
+    state = make_state(batch=batch, tx=make_sgd(), donate=False, **given)
+    return state, *pj.monitored_train_step(state, batch)
 
 
 def assert_close(found, wanted):
@@ -58,20 +61,24 @@ def assert_of_tensor(found, prefix, x):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    batch = whole_batch()
-    return precise(report_of(batch)[1].scalars())
+def trained():
+    """The state before and after a step, and its report."""
+    return report_of(whole_batch())
 
 
-def test_activations_and_gradients_by_their_definition(alone):
-    batch, state = whole_batch(), make_state(tx=make_sgd(), plan=PLAN, batch=whole_batch())
-    params = jax.tree.map(np.array, state.params)
-    _, inside = Model().apply({"params": params}, batch["tokens"], capture_intermediates=True)
+@pytest.fixture(scope="module")
+def alone(trained):
+    return precise(trained[2].scalars())
+
+
+def test_activations_and_gradients_by_their_definition(trained, alone):
+    batch, params = whole_batch(), trained[0].params
+    _, inside = OneBlock().apply({"params": params}, batch["tokens"], capture_intermediates=True)
     for module, name in (("embed", "embed"), ("head", "head")):
         assert_of_tensor(alone, f"act/{name}", inside["intermediates"][module]["__call__"][0])
-    up = inside["intermediates"]["block_1"]["up"]["__call__"][0]
-    assert_of_tensor(alone, "act/block[1]/up", up)
-    _, _, gradients, _, _ = plain_step(params, TX.init(params), batch, TX)
+    up = inside["intermediates"]["block_0"]["up"]["__call__"][0]
+    assert_of_tensor(alone, "act/block[0]/up", up)
+    gradients, _ = jax.grad(plain_loss, has_aux=True)(params, batch, OneBlock())
     for path in (("embed", "embedding"), ("head", "bias"), ("block_0", "up", "kernel")):
         x = gradients
         for key in path:
@@ -82,12 +89,12 @@ def test_activations_and_gradients_by_their_definition(alone):
 
 
 def test_microbatches_are_the_whole(alone):
-    assert_close(precise(report_of(whole_batch(), microbatches=4)[1].scalars()), alone)
+    assert_close(precise(report_of(whole_batch(), microbatches=4)[2].scalars()), alone)
 
 
 def test_a_loss_scale_shows_in_the_losses_of_gradients_of_activations_only(alone):
     """What the backward pass would lose it loses of what it computes, and that is scaled."""
-    found = precise(report_of(whole_batch(), loss_scale=1024.0, microbatches=2)[1].scalars())
+    found = precise(report_of(whole_batch(), loss_scale=1024.0, microbatches=2)[2].scalars())
     scaled = {name for name in alone if name.startswith("grad_act") and "kurtosis" not in name}
     assert_close(
         {n: v for n, v in found.items() if n not in scaled}, {n: v for n, v in alone.items() if n not in scaled}
@@ -108,11 +115,11 @@ class Layers(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
         if self.scanned:
-            x, _ = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="layer")(
+            x, _ = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(name="layer")(
                 x, None
             )
         else:
-            for index in range(3):
+            for index in range(2):
                 x, _ = Layer(name=f"layer_{index}")(x)
         return nn.Dense(VOCAB, name="head")(x)
 
@@ -120,47 +127,42 @@ class Layers(nn.Module):
 def test_scanned_layers_are_the_unrolled_ones():
     batch = whole_batch()
     params = Layers(True).init(jax.random.key(0), batch["tokens"])["params"]
-    unrolled = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], params["layer"]) for i in range(3)}
+    unrolled = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], params["layer"]) for i in range(2)}
     unrolled |= {name: x for name, x in params.items() if name != "layer"}
     both = [
-        precise(report_of(batch, model=Layers(scanned), variables={"params": of}, microbatches=2)[1].scalars())
-        for scanned, of in ((True, params), (False, unrolled))
+        precise(report_of(batch, model=Layers(scanned), variables={"params": of}, microbatches=parts)[2].scalars())
+        for scanned, of, parts in ((True, params, 2), (False, unrolled, 1))
     ]
-    assert sum("layer[2]" in name for name in both[0]) > 20
+    assert sum("layer[1]" in name for name in both[0]) > 20
     assert_close(*both)
 
 
-def test_linen_and_nnx(alone):
-    params = make_state(tx=make_sgd(), plan=PLAN).params
-    module = NNXModel(nnx.Rngs(1))
+def test_linen_and_nnx(trained, alone):
+    params, module = trained[0].params, NNXModel(nnx.Rngs(1))
+    module.block = nnx.List([module.block[0]])
     twins = [(module.embed, params["embed"]), (module.head, params["head"])]
-    for index in range(2):
-        twins += [
-            (getattr(module.block[index], name), params[f"block_{index}"][name]) for name in ("norm", "up", "down")
-        ]
+    twins += [(getattr(module.block[0], name), params["block_0"][name]) for name in ("norm", "up", "down")]
     for layer, weights in twins:
         for name, value in weights.items():
             getattr(layer, name)[...] = value
-    found = precise(report_of(whole_batch(), model=module)[1].scalars())
-    assert_close(found, {name: value for name, value in alone.items() if "Dropout" not in name})
+    assert_close(precise(report_of(whole_batch(), model=module)[2].scalars()), alone)
 
 
-@pytest.mark.parametrize("form", ["shard_map", "unchecked", "pmap"])
-def test_under_the_users_shard_map(form):
+@functools.cache
+def reported_under(form, axes=()):
     model, batch = Small(), whole_batch()
     plan = only("act", "grad_act", "grad", scan_every=2, precision=True)
     params = jax.tree.map(np.array, model.init(jax.random.key(0), batch["tokens"])["params"])
-    found = []
-    for how, axes in ((None, ()), (form, ("data",))):
-        monitor = pj.Monitor.create(
-            tx=TX, params=params, plan=plan, model=model, loss_fn=loss_fn, batch=batch, axis_names=axes
-        )
-        step = trained_step(scan=True)
-        jitted = jax.jit(step)
-        run = (lambda states, batch, run=jitted: run(*states, batch)) if how is None else under(how, 4, step, 3)
-        *_, report = run((params, TX.init(params), monitor), batch)
-        found.append({n: v for n, v in precise(report.scalars()).items() if "grad_act/place" not in n})
-    assert_close(*found)
+    monitor = pj.Monitor.create(
+        tx=TX, params=params, plan=plan, model=model, loss_fn=loss_fn, batch=batch, axis_names=axes
+    )
+    *_, report = under(form, 4, trained_step(scan=True), 3)((params, TX.init(params), monitor), batch)
+    return {n: v for n, v in precise(report.scalars()).items() if "grad_act/place" not in n}
+
+
+@pytest.mark.parametrize("form", ["shard_map", "pmap"])
+def test_under_the_users_shard_map(form):
+    assert_close(reported_under(form, ("data",)), reported_under("jit"))
 
 
 def test_a_mean_far_from_zero_and_elements_that_are_not_finite():
@@ -182,7 +184,12 @@ def test_a_mean_far_from_zero_and_elements_that_are_not_finite():
 
     for batch in ({"x": x}, {"x": jax.device_put(x, place)}):
         state = pj.TrainState.create(
-            model=pj.wrap(Through()), tx=make_sgd(), loss_fn=loss, plan=PLAN, batch=batch, rngs=jax.random.key(0)
+            model=pj.wrap(Through()),
+            tx=make_sgd(),
+            loss_fn=loss,
+            plan=only("act", scan_every=1, precision=True),
+            batch=batch,
+            rngs=jax.random.key(0),
         )
         found = pj.monitored_train_step(state, batch)[1].scalars()
         assert found["act/far/kurtosis"] == pytest.approx(by_definition(x + np.float32(1e4)), rel=2e-3)
@@ -193,20 +200,16 @@ def test_a_mean_far_from_zero_and_elements_that_are_not_finite():
         assert found["act/far/overflow/bf16"] == 0
 
 
-def test_without_it_nothing_is_measured_and_with_it_training_is_the_same():
-    ends = []
-    for plan in (PLAN, only("act", "grad_act", "grad", scan_every=1)):
-        state = make_state(plan=plan, tx=make_sgd())
-        for seed in range(3):
-            state, report = pj.monitored_train_step(state, make_batch(seed))
-        ends.append((precise(report.scalars()), jax.tree.map(np.asarray, state.params)))
-    assert ends[0][0] and not ends[1][0]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ends[0][1], ends[1][1])
+def test_without_it_nothing_is_measured_and_with_it_training_is_the_same(trained, alone):
+    without = report_of(whole_batch(), plan=only("act", "grad_act", "grad", scan_every=1))
+    assert alone and not precise(without[2].scalars())
+    ends = [pj.monitored_train_step(state, whole_batch())[0].params for _, state, _ in (trained, without)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *ends)
 
 
 def test_inside_of_a_scan_over_steps_light_steps_have_none():
     batch = make_batch()
-    state = make_state(plan=only("act", "grad_act", "grad", scan_every=2, precision=True), tx=make_sgd(), donate=False)
+    state = make_state(OneBlock(), make_sgd(), only("act", "grad", scan_every=2, precision=True), donate=False)
     _, report = jax.jit(lambda s: jax.lax.scan(lambda s, _: pj.monitored_train_step(s, batch), s, length=2))(state)
     values = precise(report.scalars())
     assert values and all(value[0] is not None and value[1] is None for value in values.values())
@@ -220,6 +223,6 @@ def test_bfloat16_activations():
             return nn.Dense(VOCAB, name="head", dtype=jnp.bfloat16)(x).astype(jnp.float32)
 
     batch = make_batch()
-    state, report = report_of(batch, model=Narrow())
+    state, _, report = report_of(batch, model=Narrow(), plan=only("act", scan_every=1, precision=True))
     table = np.asarray(state.params["embed"]["embedding"]).astype(ml_dtypes.bfloat16)
     assert_of_tensor(report.scalars(), "act/embed", table[batch["tokens"]])

@@ -224,6 +224,9 @@ class Run:
     def _instead(self, name: str) -> str:
         """What there is where a series is not."""
         names = self.names()
+        reasons = [reason for entry in self.coverage() if (reason := entry["coverage"].why(name)) is not None]
+        if reasons:
+            return reasons[-1]
         near = ", ".join(map(repr, near_names(name, names)))
         if names:
             return f"did you mean {near}?" if near else "names() lists what it has"

@@ -111,6 +111,21 @@ class Coverage:
         none = "no activations are observed" if "act" in dict(self.missing) else LIGHT_ONLY
         return "\n".join([counts if self.points else none, *missing_lines(self.missing), *self.lines()])
 
+    def why(self, name: str) -> str | None:
+        """Why a metric, or what lies below its name, is missing; None where no reason is known.
+
+        >>> coverage = Coverage(missing=(("router", "no router was seen"), ("blocks[*]/mlp", "lost")))
+        >>> coverage.why("router/entropy"), coverage.why("act/blocks[3]/mlp/rms"), coverage.why("loss/mean")
+        ('no router was seen', 'lost', None)
+        """
+        name = re.sub(r"\[\d+\]", _LAYER, name)
+        reasons = {re.sub(r"\[\d+\]", _LAYER, key): reason for key, reason in self.missing}
+        for whole in (name, name.partition("/")[2]):  # points are named without the family of what is measured there
+            for key in sorted(reasons, key=len, reverse=True):
+                if f"{whole}/".startswith(f"{key}/"):
+                    return reasons[key]
+        return None
+
     def lines(self) -> list[str]:
         """What goes to the store only, and the warnings.
 

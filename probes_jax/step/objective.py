@@ -172,8 +172,9 @@ class Objective:
 
     @property
     def observes(self) -> bool:
-        """Whether activations are looked at: for themselves, or for their gradients."""
-        return self.scan and (self.plan.backward or not {"act", "residual", "attention"} <= set(self.plan.left_out))
+        """Whether the model is looked at beyond its light program: for activations, their gradients, or what is missing."""
+        families = {"act", "residual", "attention", "router"}
+        return self.scan and (self.plan.backward or not families <= set(self.plan.left_out))
 
     def __call__(
         self, params: Any, state: Any, batch: Any, key: jax.Array, notes: Notes, taps: Any = None

@@ -16,14 +16,19 @@ from probes_jax.spec.readings import Readings, decoder_of
 
 
 class Scalars(dict[str, Any]):
-    """A dict whose error for a name that it does not have says which it has. A copy or a pickle of it is a plain dict.
+    """A dict whose error for a name that it lacks says why, or which it has. A copy or a pickle of it is a plain dict.
 
     >>> Scalars({"loss/mean": 2.0})["loss"]
     Traceback (most recent call last):
     KeyError: "nothing was measured as 'loss' on this step; did you mean 'loss/mean'?"
     """
 
+    coverage: Coverage | None = None
+
     def __missing__(self, name: Any) -> Any:
+        reason = None if self.coverage is None else self.coverage.why(str(name))
+        if reason is not None:
+            raise KeyError(f"nothing was measured as {name!r}: {reason}")
         meant = ", ".join(map(repr, near_names(str(name), self))) or "one of list(report.scalars())"
         raise KeyError(f"nothing was measured as {name!r} on this step; did you mean {meant}?")
 
@@ -80,7 +85,10 @@ class Report:
         """
         steps = self.readings()
         if np.ndim(self.buffer) == 1:
-            return Scalars(steps[0].scalars() if steps else {})
-        dicts = [reading.scalars() for reading in steps]
-        names = dict.fromkeys(name for found in dicts for name in found)
-        return Scalars({name: [found.get(name) for found in dicts] for name in names})
+            scalars = Scalars(steps[0].scalars() if steps else {})
+        else:
+            dicts = [reading.scalars() for reading in steps]
+            names = dict.fromkeys(name for found in dicts for name in found)
+            scalars = Scalars({name: [found.get(name) for found in dicts] for name in names})
+        scalars.coverage = self.coverage
+        return scalars

@@ -53,6 +53,12 @@ def test_every_program_says_once_what_it_saw(tmp_path):
     ]
 
 
+def test_a_series_that_could_not_be_measured_gives_the_reason(tmp_path):
+    record(tmp_path, [report(0)])
+    with pytest.raises(KeyError, match="'opt/learning_rate'; use pj.chain"):
+        pj.open_run(tmp_path).series("opt/learning_rate")
+
+
 def test_a_later_flush_does_not_write_it_again(tmp_path):
     sink = StoreSink(tmp_path)
     sink.describe(FULL, SEEN)

@@ -197,7 +197,7 @@ def test_experts_over_the_mesh():
 
 
 def test_scores_alone_do_not_say_how_many():
-    _, report = pj.monitored_train_step(make_state(model=Model(), plan=only("act", "router")), make_batch())
+    _, report = pj.monitored_train_step(make_state(model=Model(), plan=only("router")), make_batch())
     assert "pj.Plan(top_k=...)" in dict(report.coverage.missing)["router/block[0]/moe/router"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 import probes_jax as pj
+from probes_jax.spec.coverage import Coverage
 from probes_jax.step.report import Scalars
 
 
@@ -35,6 +37,13 @@ def test_a_name_that_it_does_not_have_gives_those_that_come_close(report, wrong,
     with pytest.raises(KeyError, match=f"nothing was measured as '{wrong}' on this step; did you mean .*{meant}"):
         report.scalars()[wrong]
     assert report.scalars().get(wrong) is None and wrong not in report.scalars()
+
+
+def test_a_name_that_could_not_be_measured_gives_the_reason(report):
+    missing = dataclasses.replace(report, coverage=Coverage(missing=(("logits", "the loss has none"),)))
+    for one in (missing, jax.tree.map(lambda x: np.stack([x, x]), missing)):
+        with pytest.raises(KeyError, match="'logits/abs_max': the loss has none"):
+            one.scalars()["logits/abs_max"]
 
 
 def test_of_stacked_reports_too(report):

@@ -172,7 +172,7 @@ class Objective:
 
     @property
     def observes(self) -> bool:
-        """Whether the model is looked at beyond its light program: for activations, their gradients, or what is missing."""
+        """Whether the full program looks at the model: at activations, their gradients, or what of it is missing."""
         families = {"act", "residual", "attention", "router"}
         return self.scan and (self.plan.backward or not families <= set(self.plan.left_out))
 

@@ -70,7 +70,7 @@ def test_a_slow_peer_holds_up_no_recorder(jobs):
 
 @pytest.fixture(scope="module")
 def dead(tmp_path_factory):
-    """Pairs of which one process dies, all at once: by case the folder, both peers, and how and when the other ended."""
+    """Pairs of which one process dies, all at once: by case its folder, its peers, how and when the other ended."""
     job = {"steps": 500, "plan": {"scan_every": 10}, "pace": 0.05}
     folders = [tmp_path_factory.mktemp("dead") for _ in DEAD]
 

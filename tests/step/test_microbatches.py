@@ -17,6 +17,11 @@ pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goe
 PLAN = pj.Plan(groups=GROUPS, scan_every=2)
 
 
+def is_noise(name):
+    """What only several microbatches tell."""
+    return name.startswith(("grad/noise", "grad/microbatch"))
+
+
 @functools.cache
 def run(microbatches, steps=3):
     state = make_state(plan=PLAN, microbatches=microbatches, tx=make_sgd())
@@ -33,7 +38,7 @@ def test_values_do_not_depend_on_the_split(microbatches):
     one_state, one = run(1)
     many_state, many = run(microbatches)
     for a, b in zip(one, many, strict=True):
-        assert a.keys() == b.keys()
+        assert a.keys() == {name for name in b if not is_noise(name)}
         for name in a:
             assert b[name] == pytest.approx(a[name], rel=2e-4, abs=1e-5), name
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one_state.params, many_state.params)

@@ -17,9 +17,9 @@ from probes_jax.cost.inspection import ALWAYS, names_of
 from probes_jax.cost.parts import parts_of
 from probes_jax.cost.traffic import bytes_accessed, collectives
 from probes_jax.spec.layout import HEADER
-from tests.step.small import GROUPS, make_batch, make_state
+from tests.step.small import GROUPS, make_batch, make_state, only
 
-PLAN = pj.Plan(groups=GROUPS)
+PLAN = only("act", "param", "logits")  # one of the full program alone, two of both
 SMALL = dict(layers=3, width=64, vocabulary=128, heads=2)
 
 
@@ -28,9 +28,24 @@ def abstract(plan=None, **sizes):
 
 
 @pytest.fixture(scope="module")
+def described():
+    """A state of the plan by default, and its batch."""
+    return abstract()
+
+
+@pytest.fixture(scope="module")
 def found():
-    state, batch = abstract()
+    state, batch = abstract(PLAN, remat=False)
     return pj.inspect(state, batch)
+
+
+@pytest.fixture(scope="module")
+def reported():
+    """A state, its batch, and the report of its first step."""
+    batch = make_batch()
+    state = make_state(plan=PLAN, batch=batch, donate=False)
+    _, report = pj.monitored_train_step(state, batch)
+    return state, batch, report
 
 
 def test_everything_at_once_costs_two_collectives():
@@ -51,7 +66,7 @@ def test_two_collectives_more_and_none_in_a_loop(found):
 @pytest.mark.slow
 def test_every_family_costs_what_the_program_costs_with_it(found):
     full = found.parts["full"]
-    assert set(full) == {"act", "grad_act", "grad", "param", "update", "logits", ALWAYS}
+    assert set(full) == {"act", "param", "logits", ALWAYS}
     assert set(found.parts["light"]) == {"param", "logits", ALWAYS}
     assert all(cost.payload > 0 and cost.series > 0 for cost in full.values())
     header = 4 * HEADER  # of the report, which each program has
@@ -61,11 +76,9 @@ def test_every_family_costs_what_the_program_costs_with_it(found):
     assert found.ratio("full") > 0 and found.ratio("light") > 0
 
 
-def test_the_payload_and_the_series_are_those_of_a_report():
-    batch = make_batch()
-    state = make_state(plan=PLAN, batch=batch, donate=False)
+def test_the_payload_and_the_series_are_those_of_a_report(reported):
+    state, batch, report = reported
     seen = pj.inspect(state, batch, programs=("full",), by=None)
-    _, report = pj.monitored_train_step(state, batch)
     cost = seen.programs["full"].cost
     assert cost.payload == report.buffer.nbytes
     assert cost.series == len(report.readings()[0].names)
@@ -168,8 +181,8 @@ def test_an_abstract_state_is_the_real_one_without_its_arrays():
     assert dataclasses.asdict(real.settings.partition) == dataclasses.asdict(described.settings.partition)
 
 
-def test_an_abstract_state_does_not_train():
-    state, batch = abstract()
+def test_an_abstract_state_does_not_train(described):
+    state, batch = described
     with pytest.raises(ValueError, match=r"abstract=True.*pj\.inspect"):
         pj.monitored_train_step(state, batch)
 
@@ -183,8 +196,8 @@ def test_an_abstract_state_does_not_train():
         ({"progress": 1}, "progress must be True or False"),
     ],
 )
-def test_wrong_arguments_are_named(settings, message):
-    state, batch = abstract()
+def test_wrong_arguments_are_named(settings, message, described):
+    state, batch = described
     with pytest.raises(ValueError, match=message):
         pj.inspect(state, batch, **settings)
 
@@ -256,7 +269,7 @@ def test_a_light_program_scans_no_tensor():
         logits = pj.observe("marker", model(batch["tokens"]))
         return pj.Loss(nll=logits[..., 0] ** 2, logits=logits)
 
-    state = make_state(loss_fn=loss_fn, plan=pj.Plan(), batch=batch, donate=False)
+    state = make_state(loss_fn=loss_fn, plan=only("act", groups=()), batch=batch, donate=False)
     texts = {
         program: compiled(state.settings, program).lower(np.int32(0), state.core, batch).compile().as_text()
         for program in ("light", "full")
@@ -265,11 +278,9 @@ def test_a_light_program_scans_no_tensor():
     assert "summarize_moments" not in texts["light"]
 
 
-def test_a_preview_says_what_a_report_holds():
-    batch = make_batch()
-    state = make_state(plan=PLAN, batch=batch, donate=False)
+def test_a_preview_says_what_a_report_holds(reported):
+    state, batch, report = reported
     seen = pj.preview(state, batch)
-    _, report = pj.monitored_train_step(state, batch)
     assert seen.total("full").series == len(report.readings()[0].names)
     assert seen.total("full").payload + 4 * HEADER == report.buffer.nbytes
     act = [name for name in report.readings()[0].names if name.startswith("act/")]
@@ -297,7 +308,7 @@ def test_a_pattern_that_is_none_is_refused(points):
 
 
 def test_axes_that_the_plan_names_are_cut_as_those_that_are_found():
-    state, batch = abstract(pj.Plan(feature_axes=("model",), token_axes=("data",)))
+    state, batch = abstract(only("param", "logits", groups=(), feature_axes=("model",), token_axes=("data",)))
     seen = pj.inspect(state, batch, programs=("light",), by=None)
     assert seen.added("light").collectives == 2
     assert "in a loop" not in str(seen)

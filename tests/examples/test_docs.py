@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import re
-import subprocess
+import runpy
 import sys
 import textwrap
 
@@ -196,28 +196,32 @@ def ungrouped(model, batch, rngs):
     return dataclasses.replace(loss_fn(model, batch, rngs), group=None)
 
 
-def test_the_classifier_of_images_learns(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "vision.py", "60"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "nat/example" in done.stdout and "loss/group/noisy/mean" in done.stdout
+@pytest.fixture
+def script(tmp_path, monkeypatch, capsys):
+    """Runs an example as a script, in a folder of its own; what it said."""
+
+    def call(name, *arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(ROOT / "examples")
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_the_classifier_of_images_learns(tmp_path, script):
+    said = script("vision.py", "60")
+    assert "nat/example" in said and "loss/group/noisy/mean" in said
     steps, loss, _ = pj.open_run(tmp_path / "runs" / "vision").series("loss/group/clean/mean")
     assert steps.size == 60 and loss[-1] < loss[0] - 1.0
     assert pj.open_run(tmp_path / "runs" / "vision").series("data/tokens")[1].tolist() == [64.0] * 60
 
 
 @pytest.mark.timeout(400)
-def test_the_smallest_script_runs_and_shows_its_signals(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "minimal.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 300/300" in done.stdout and "First screen, step 299" in done.stdout
+def test_the_smallest_script_runs_and_shows_its_signals(tmp_path, script):
+    said = script("minimal.py")
+    assert "step 300/300" in said and "First screen, step 299" in said
     steps, loss, _ = pj.open_run(tmp_path / "runs" / "minimal").series("loss/mean")
     assert steps.size == 300 and loss[-1] < loss[0] - 1.0
     assert len((ROOT / "examples" / "minimal.py").read_text("utf-8").splitlines()) <= 45

@@ -26,6 +26,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
+from probes_jax.host.writers.event import EventWriter
+from tests.step.small import only
 
 EXAMPLES, WIDTH = 4, 3
 
@@ -35,8 +37,9 @@ class Options:
     """What this process does beside training.
 
     Attributes:
+        run: Name of the run's folder.
         steps: Steps of the loop.
-        plan: Settings of the plan.
+        plan: Settings of the plan, which measures no family.
         off: Whether PROBES_JAX=off is set.
         width: Width of the model.
         named: Whether the model names a value of its own.
@@ -47,6 +50,7 @@ class Options:
         writer: `raise` or `hang`: a writer that does. None: event files.
     """
 
+    run: str = "run"
     steps: int = 8
     plan: dict[str, Any] = dataclasses.field(default_factory=lambda: {"scan_every": 4})
     off: bool = False
@@ -115,12 +119,14 @@ def train(index: int, folder: pathlib.Path, options: Options, place: NamedShardi
         whole = make_batch(step).items()
         return {name: jax.make_array_from_process_local_data(place, x[half], x.shape) for name, x in whole}
 
-    plan = pj.Plan(**options.plan)
+    plan = only(groups=(), **options.plan)
     state = make_state(batch(0), plan, options.width, options.named)
     state = dataclasses.replace(state, step=np.array(options.first_step, np.int32))
-    writer = None if options.writer is None else BadWriter(options.writer)
+    # Not the default one: where TensorFlow is installed, each pair would import it.
+    writer = EventWriter(folder / options.run / "events") if index == 0 else None
+    writer = writer if options.writer is None else BadWriter(options.writer)
     reports, calls = [], []
-    with pj.Recorder(folder / "run", plan, writer=writer, patience=1.0, flush_every=5.0) as recorder:
+    with pj.Recorder(folder / options.run, plan, writer=writer, patience=1.0, flush_every=5.0) as recorder:
         for step in range(options.first_step, options.first_step + options.steps):
             if step in options.slow:
                 time.sleep(1.0)

@@ -27,7 +27,7 @@ class Peer:
     def output(self) -> str:
         return self.log.read_text()
 
-    def ends(self, seconds: float = 60.0) -> int:
+    def ends(self, seconds: float = 180.0) -> int:
         return self.process.wait(seconds)
 
     def found(self) -> list[dict[str, Any]]:

@@ -13,10 +13,22 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
+from probes_jax.cost.inspection import names_of
 from probes_jax.step.train import compiled
 from tests.step.small import VOCAB, Model, NNXModel, make_batch, make_sgd, make_state, only
 
 PLAN = only("act", "grad_act")
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A state of the whole batch at once; its program is compiled once."""
+    return make_state(plan=PLAN, donate=False)
+
+
+@pytest.fixture(scope="module")
+def wanted(whole):
+    return gradients_of_outputs(whole.params, make_batch())
 
 
 def gradients_of_outputs(params, batch):
@@ -43,19 +55,16 @@ def gradients_of_outputs(params, batch):
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return (nll * batch["mask"]).sum() / batch["mask"].sum(), shapes
 
-    zeros = jax.tree.map(jnp.zeros_like, run(None)[1])
-    found = jax.grad(lambda zeros: run(zeros)[0])(zeros)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: run(None)[1]))
+    found = jax.jit(jax.grad(lambda zeros: run(zeros)[0]))(zeros)
     return {name: np.asarray(x, np.float64) for name, x in found.items()}
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"microbatches": 4}, {"loss_scale": 64.0}, {"microbatches": 2, "loss_scale": 8.0}]
-)
-def test_values_are_gradients_of_the_mean_loss(settings):
-    batch = make_batch()
-    state = make_state(plan=PLAN, donate=False, **settings)
-    _, report = pj.monitored_train_step(state, batch)
-    found, wanted = report.scalars(), gradients_of_outputs(state.params, batch)
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 4}, {"microbatches": 2, "loss_scale": 64.0}])
+def test_values_are_gradients_of_the_mean_loss(settings, whole, wanted):
+    state = make_state(plan=PLAN, **settings) if settings else whole
+    _, report = pj.monitored_train_step(state, make_batch())
+    found = report.scalars()
     for name, x in wanted.items():
         statistics = {
             "abs_max": np.abs(x).max(),
@@ -77,9 +86,9 @@ def test_values_are_gradients_of_the_mean_loss(settings):
     assert found["grad_act/abs_max"] == pytest.approx(max(np.abs(x).max() for x in wanted.values()), rel=1e-5)
 
 
-def test_every_activation_has_its_gradient_beside_it():
-    for model in (Model(), NNXModel(nnx.Rngs(0))):
-        _, report = pj.monitored_train_step(make_state(model=model, plan=PLAN), make_batch())
+def test_every_activation_has_its_gradient_beside_it(whole):
+    for state in (whole, make_state(model=NNXModel(nnx.Rngs(0)), plan=PLAN)):
+        _, report = pj.monitored_train_step(state, make_batch())
         found = report.scalars()
         points = {name.split("/", 1)[1] for name in found if name.startswith("act/") and ".input/" not in name}
         gradients = {name.split("/", 1)[1] for name in found if name.startswith("grad_act/")}
@@ -126,18 +135,17 @@ def test_l014_what_the_loss_does_not_depend_on_is_absent_and_not_zero():
         assert found["grad_act/head/rms"] > 0
 
 
-def test_an_empty_batch_has_gradients_of_zero():
+def test_an_empty_batch_has_gradients_of_zero(whole):
     batch = make_batch()
     batch["mask"][:] = 0.0
-    for microbatches in (1, 2):
-        _, report = pj.monitored_train_step(make_state(plan=PLAN, microbatches=microbatches), batch)
+    for state in (whole, make_state(plan=PLAN, microbatches=2)):
+        _, report = pj.monitored_train_step(state, batch)
         found = report.scalars()
         assert found["grad_act/head/abs_max"] == 0
         assert np.isfinite([value for name, value in found.items() if name.startswith("grad_act")]).all()
 
 
-def test_excluded_points_are_neither_reported_nor_computed():
-    everything = make_state(plan=PLAN, donate=False)
+def test_excluded_points_are_neither_reported_nor_computed(whole):
     state = make_state(plan=only("act", "grad_act", exclude=("block",)), donate=False)
     _, report = pj.monitored_train_step(state, make_batch())
     found = report.scalars()
@@ -146,7 +154,7 @@ def test_excluded_points_are_neither_reported_nor_computed():
     assert found["sys/monitor/points_seen"] == found["sys/monitor/points_reported"]
     sizes = [
         len(compiled(s.settings, "full").lower(np.int32(0), s.core, make_batch()).compile().as_text())
-        for s in (everything, state)
+        for s in (whole, state)
     ]
     assert sizes[1] < 0.8 * sizes[0]
 
@@ -180,9 +188,10 @@ def test_nan_that_begins_in_the_backward_pass():
     ],
 )  # fmt: skip
 def test_points_are_chosen_by_name_and_by_role(settings, points):
-    _, report = pj.monitored_train_step(make_state(plan=only("act", "grad_act", **settings)), make_batch())
-    found = report.scalars()
+    state, batch = make_state(plan=only("act", "grad_act", scan_every=1, **settings)), make_batch()
+    found = names_of(state, batch, "full")
     for family in ("act", "grad_act"):
-        names = [name for name in found if name.startswith(f"{family}/") and name.endswith("/rms")]
-        assert {name.removeprefix(f"{family}/").removesuffix("/rms") for name in names} == points
+        names = [name for name in found if name.startswith(f"{family}/") and name.endswith("/{stat}")]
+        assert {name.removeprefix(f"{family}/").removesuffix("/{stat}") for name in names} == points
+    _, report = jax.eval_shape(lambda batch: pj.monitored_train_step(state, batch), batch)
     assert set(report.coverage.reported) == points

@@ -86,7 +86,7 @@ def test_keys_arrays_on_one_device_and_what_is_no_array():
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(tmp_path):
-    found = finish(tmp_path, start(tmp_path, module="two_copies"))
+    found = finish(tmp_path, start(tmp_path, "two_copies"))
     assert found["healthy"] == []
     assert found["broken"] == [["param/head/bias", "", 1, 4]]
     assert found["device"].startswith("cpu") or "CPU" in found["device"]

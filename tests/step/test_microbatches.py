@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -20,8 +22,9 @@ def is_noise(name):
     return name.startswith(("grad/noise", "grad/microbatch"))
 
 
-def run(microbatches, steps=3, **kwargs):
-    state = make_state(plan=PLAN, microbatches=microbatches, tx=make_sgd(), **kwargs)
+@functools.cache
+def run(microbatches, steps=3):
+    state = make_state(plan=PLAN, microbatches=microbatches, tx=make_sgd())
     reports = []
     for seed in range(steps):
         state, report = pj.monitored_train_step(state, make_batch(seed))
@@ -29,7 +32,7 @@ def run(microbatches, steps=3, **kwargs):
     return state, reports
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [4, 8])
 def test_values_do_not_depend_on_the_split(microbatches):
     """L039, L041: ragged masks; the sum of losses is divided once by the sum of tokens."""
     one_state, one = run(1)
@@ -105,7 +108,8 @@ def test_a_scalar_loss_is_averaged_over_microbatches():
 
 def test_one_record_per_step():
     """L102: accumulation gives one value per metric and step, not one per microbatch."""
-    _, reports = run(4, steps=2)
+    _, reports = run(4)
+    assert len(reports) == 3
     assert all(isinstance(value, float) for report in reports for value in report.values())
 
 

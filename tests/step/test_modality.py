@@ -11,13 +11,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import probes_jax as pj
-from probes_jax.spec.plan import MORE
-from tests.step.small import VOCAB, Block, make_sgd, make_state, norm64
+from tests.step.small import VOCAB, Block, make_sgd, make_state, norm64, only
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
 WIDTH, PATCHES, LENGTH = 8, 4, 6
-PLAN = pj.Plan(more=MORE, modalities=("text", "image"), encoder="^encoder/")
+PLAN = only("act", groups=(), modalities=("text", "image"), encoder="^encoder/")
 
 
 class Model(nn.Module):
@@ -124,9 +123,7 @@ def test_shards_and_microbatches_are_the_whole():
     ("plan", "modality", "words"),
     [
         (
-            pj.Plan(
-                more=MORE,
-            ),
+            only(groups=()),
             np.zeros((8, LENGTH), np.int32),
             "Plan.modalities is empty",
         ),

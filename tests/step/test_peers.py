@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,13 +13,26 @@ import probes_jax as pj
 from probes_jax.present.unusual import find_unusual
 from tests.step.peer import make_batch, make_state
 from tests.step.peers import two_peers
+from tests.step.small import only
+
+pytestmark = pytest.mark.slow
 
 STEPS, SCAN_EVERY = 12, 4
 JOB = {"steps": STEPS, "plan": {"scan_every": SCAN_EVERY}}
+WRITERS = ("raise", "hang")
+DEAD = ((1, "exit"), (0, "kill"), (1, "stop"))
+UNLIKE = (
+    ({"plan": {"scan_every": 3}}, "process 1 has Plan scan_every: 3 (process 0: 4)"),
+    ({"off": True}, "process 1 has PROBES_JAX: 'off' (process 0: 'on')"),
+    ({"width": 5}, "process 1 has parameter['head']['kernel']: float32[5, 1] (process 0: float32[3, 1])"),
+    ({"named": True}, "process 1 has point between: (4, 3) (process 0: none)"),
+    ({"first_step": 8}, "process 1 has step: 8 (process 0: 0)"),
+)
 
 
+@functools.cache
 def losses_of_one_process():
-    state = make_state(make_batch(0), pj.Plan(scan_every=SCAN_EVERY))
+    state = make_state(make_batch(0), only(groups=(), scan_every=SCAN_EVERY))
     found = []
     for step in range(STEPS):
         state, report = pj.monitored_train_step(state, make_batch(step))
@@ -24,58 +40,82 @@ def losses_of_one_process():
     return found
 
 
-@pytest.mark.slow
-def test_a_slow_peer_holds_up_no_recorder(tmp_path):
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """One pair of processes does all that ends well, job after job: the folder, what became of each, the output."""
+    folder = tmp_path_factory.mktemp("jobs")
+    both = {"slow": ({}, {"slow": [3, 4, 9]}), **{how: ({"writer": how}, {}) for how in WRITERS}}
+    both |= {f"unlike_{index}": ({}, change) for index, (change, _) in enumerate(UNLIKE)}
+    both["alike"] = ({}, {})
+    sides = [[{**JOB, "run": run, **pair[index]} for run, pair in both.items()] for index in range(2)]
+    with two_peers(folder, *sides) as peers:
+        found = [dict(zip(both, peer.found(), strict=True)) for peer in peers]
+        return folder, found, peers[0].output
+
+
+def test_a_slow_peer_holds_up_no_recorder(jobs):
     """L096, L152: process 1 sleeps for a second before three steps; everybody takes the same steps."""
-    with two_peers(tmp_path, [JOB], [{**JOB, "slow": [3, 4, 9]}]) as peers:
-        found = [peer.found()[0] for peer in peers]
+    folder, both, _ = jobs
+    found = [one["slow"] for one in both]
     for process in range(2):
         assert found[process]["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5)
         assert found[process]["programs"] == [("light", "full")[step % SCAN_EVERY == 0] for step in range(STEPS)]
         assert found[process]["slowest_record"] < 0.5, "a step waits for a second, a record for nobody"
         assert found[process]["health"]["read"] == STEPS
-    run = pj.open_run(tmp_path / "run")
+    run = pj.open_run(folder / "slow")
     assert [[s.step for s in run.flight(process)] for process in range(2)] == [list(range(STEPS))] * 2
     assert run.series("loss/mean")[1].tolist() == pytest.approx(found[0]["losses"])
     assert (run.processes(), run.lacking()) == ([0, 1], {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dead", "how"), [(1, "exit"), (0, "kill"), (1, "stop")])
-def test_a_dead_peer_takes_nothing_along(tmp_path, dead, how):
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory):
+    """Pairs of which one process dies, all at once: by case its folder, its peers, how and when the other ended."""
+    job = {"steps": 500, "plan": {"scan_every": 10}, "pace": 0.05}
+    folders = [tmp_path_factory.mktemp("dead") for _ in DEAD]
+
+    def end(peer):
+        return peer.ends(), time.time()
+
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(DEAD)) as pool:
+        pairs = []
+        for folder, (index, how) in zip(folders, DEAD):
+            sides = [[job], [job]]
+            sides[index] = [{**job, "end_at": 30, "end_by": how}]
+            pairs.append(stack.enter_context(two_peers(folder, *sides)))
+        ends = pool.map(end, [pair[1 - index] for pair, (index, _) in zip(pairs, DEAD)])
+        return dict(zip(DEAD, zip(folders, pairs, ends)))
+
+
+@pytest.mark.parametrize(("index", "how"), DEAD)
+def test_a_dead_peer_takes_nothing_along(dead, index, how):
     """L087: what was done a second before the end of either process can be read; nothing but a kill ends the peer.
 
     `stop` freezes the peer: then the other one hangs in a collective until JAX aborts it.
     """
-    job = {"steps": 500, "plan": {"scan_every": 10}, "pace": 0.05}
-    jobs = [[job], [job]]
-    jobs[dead] = [{**job, "end_at": 30, "end_by": how}]
-    with two_peers(tmp_path, *jobs) as peers:
-        survivor = peers[1 - dead]
-        assert survivor.ends() != 0
-        ended = [time.time()] * 2
-        steps = [peer.steps() for peer in peers]
-    run = pj.open_run(tmp_path / "run")
-    ended[dead] = steps[dead][30] if how != "stop" else ended[dead]
+    folder, peers, (status, at) = dead[index, how]
+    assert status != 0
+    ended = [at] * 2
+    steps = [peer.steps() for peer in peers]
+    run = pj.open_run(folder / "run")
+    ended[index] = steps[index][30] if how != "stop" else ended[index]
     for process in range(2):
         kept = [s.step for s in run.flight(process)]
         due = [step for step, at in steps[process].items() if at < ended[process] - 1.0]
         assert len(due) >= 10, peers[process].output[-3000:]
         assert kept == list(range(len(kept))) and set(due) <= set(kept), process
-    if dead == 1:  # process 0 also writes the run's own files
+    if index == 1:  # process 0 also writes the run's own files
         saved = run.series("loss/mean")[0].tolist()
         assert {step for step, at in steps[0].items() if at < ended[0] - 1.0} <= set(saved)
     assert None not in run.lacking().values()
     find_unusual(run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", "hang"])
-def test_a_dead_writer_on_process_0_stops_nobody(tmp_path, how):
+@pytest.mark.parametrize("how", WRITERS)
+def test_a_dead_writer_on_process_0_stops_nobody(jobs, how):
     """L091, L096: training goes on, what was dropped is counted and logged, and both processes end."""
-    with two_peers(tmp_path, [{**JOB, "writer": how}], [JOB]) as peers:
-        found = [peer.found()[0] for peer in peers]
-        output = peers[0].output
+    folder, both, output = jobs
+    found = [one[how] for one in both]
     assert found[0]["losses"] == found[1]["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5)
     sinks = found[0]["health"]["sinks"]
     assert sinks["writer"]["dropped"] == STEPS and sinks["writer"]["written"] == 0
@@ -83,23 +123,13 @@ def test_a_dead_writer_on_process_0_stops_nobody(tmp_path, how):
     line = "'writer' failed (OSError" if how == "raise" else f"hangs and is left behind; {STEPS} readings are dropped"
     assert line in output
     assert set(found[1]["health"]["sinks"]) == {"flight"}
-    assert pj.open_run(tmp_path / "run").series("loss/mean")[0].tolist() == list(range(STEPS))
+    assert pj.open_run(folder / how).series("loss/mean")[0].tolist() == list(range(STEPS))
 
 
-@pytest.mark.slow
-def test_peers_that_would_run_different_programs_are_told_which_and_why(tmp_path):
+def test_peers_that_would_run_different_programs_are_told_which_and_why(jobs):
     """L096: what would be a deadlock, or a report of two programs, is an error on every process."""
-    unlike = [
-        ({"plan": {"scan_every": 3}}, "process 1 has Plan scan_every: 3 (process 0: 4)"),
-        ({"off": True}, "process 1 has PROBES_JAX: 'off' (process 0: 'on')"),
-        ({"width": 5}, "process 1 has parameter['head']['kernel']: float32[5, 1] (process 0: float32[3, 1])"),
-        ({"named": True}, "process 1 has point between: (4, 3) (process 0: none)"),
-        ({"first_step": 8}, "process 1 has step: 8 (process 0: 0)"),
-    ]
-    jobs = [JOB] * (len(unlike) + 1), [*({**JOB, **change} for change, _ in unlike), JOB]
-    with two_peers(tmp_path, *jobs) as peers:
-        found = [peer.found() for peer in peers]
+    _, found, _ = jobs
     for process in range(2):
-        for (_, text), told in zip(unlike, found[process]):
-            assert text in told.get("error", "no error"), process
-    assert found[0][-1]["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5), "and then all is well"
+        for index, (_, text) in enumerate(UNLIKE):
+            assert text in found[process][f"unlike_{index}"].get("error", "no error"), process
+    assert found[0]["alike"]["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5), "and then all is well"

@@ -144,7 +144,7 @@ def test_a_model_under_per_device_code_trains_and_reads_as_on_one_device(form, m
         tx=TX, params=params, plan=PLAN, model=Small(), loss_fn=loss_fn, batch=example, axis_names=AXIS
     )
     state = (params, TX.init(params), monitor)
-    for seed in range(2):
+    for seed in range(2 if microbatches == 1 and form != "unchecked" else 1):  # the second step is a light one
         run = under(form, size, trained_step(scan=seed == 0, microbatches=microbatches), 3)
         *state, report = run(tuple(state), make_batch(seed, batch=16))
         found = report.scalars()

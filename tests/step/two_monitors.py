@@ -1,18 +1,9 @@
-"""One of two processes whose own step measures under `shard_map` and `pmap`; started by test_two_processes.py.
-
-usage: two_monitors.py INDEX PORT FOLDER
-"""
+"""A user's own step that measures under `shard_map` and `pmap`, on each of two processes of test_two_processes.py."""
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import sys
-
-if __name__ == "__main__":  # whoever collects tests imports this, too
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    os.environ["JAX_PLATFORMS"] = "cpu"
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import probes_jax as pj
-from tests.step.small import loss_fn, make_batch
-from tests.step.test_shard_map import AXIS, PLAN, TX, Small, trained_step
+from tests.step.small import loss_fn, make_batch, only
+from tests.step.test_shard_map import AXIS, TX, Small, trained_step
+
+# What is cut over the processes, what each holds whole, and the tokens.
+PLAN = only("act", "grad_act", "grad", "logits", scan_every=2)
 
 
 def everywhere(tree, mesh, spec):
@@ -53,8 +47,8 @@ def under_pmap(params, batch):
     return step(*state, {key: np.stack(parts) for key, parts in own.items()})[-1]
 
 
-def main(index: int, port: int, folder: pathlib.Path) -> None:
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
+def train_with_monitors(folder: pathlib.Path) -> dict[str, Any]:
+    """The scalars of one step in each form."""
     batch = make_batch(batch=16)
     params = jax.tree.map(np.array, Small().init(jax.random.key(0), batch["tokens"])["params"])
     found = {}
@@ -64,8 +58,4 @@ def main(index: int, port: int, folder: pathlib.Path) -> None:
             recorder.record(report)
         assert recorder.health.ok, recorder.health
         found[form] = report.scalars()
-    (folder / f"found_{index}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    return found

@@ -205,7 +205,7 @@ def test_scores_alone_do_not_say_how_many():
 def test_routers_change_nothing_and_a_plan_can_do_without():
     batch, found = make_batch(), []
     for without in ((), ("router",)):
-        plan = only("router", top_k=TOP_K, without=without)
+        plan = only("router", top_k=TOP_K, without=without, scan_every=1)
         state = make_state(model=Model(scan=True), plan=plan)
         for _ in range(2):
             state, report = pj.monitored_train_step(state, batch)

@@ -106,10 +106,9 @@ def test_a_map_over_the_examples_of_microbatches():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("model", MODELS)
-def test_training_does_not_differ_in_a_bit(model, monkeypatch):
+def test_training_does_not_differ_in_a_bit(monkeypatch):
     plan = only("act", "grad", scan_every=2)
-    on, _ = run(per_example, model=model, plan=plan)
+    on, _ = run(per_example, model="linen", plan=plan)
     monkeypatch.setenv("PROBES_JAX", "off")
-    off, _ = run(per_example, model=model, plan=plan)
+    off, _ = run(per_example, model="linen", plan=plan)
     jax.tree.map(np.testing.assert_array_equal, on.params, off.params)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from probes_jax.host.thin import thin
 from probes_jax.spec.layout import Layout
 
+_PAUSE, _LOOKS = 0.01, 100  # seconds between looks for a report, and how many before the thread blocks
 ITEM_BYTES = 512  # that a thinned report takes beside its buffer: objects, numbers, its place in the queue
 
 
@@ -122,12 +124,22 @@ class Backlog:
 
     def get(self) -> Item:
         """The oldest item; waits for one."""
-        while isinstance(item := self._items.get(), int):
+        while isinstance(item := self._next_item(), int):
             pending = self._take(item)
             if pending is not None:  # else it was lost
                 self._bytes_out += pending.nbytes
                 return pending
         return item
+
+    def _next_item(self) -> int | Ticket | object:
+        """Looks every few milliseconds: to wake a thread that blocks would cost the training thread more than the rest
+        of `put`. Where nothing comes for a second, nobody trains, and it does block."""
+        for _ in range(_LOOKS):
+            try:
+                return self._items.get_nowait()
+            except queue.Empty:
+                time.sleep(_PAUSE)
+        return self._items.get()
 
     @property
     def waiting(self) -> int:

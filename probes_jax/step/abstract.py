@@ -14,6 +14,11 @@ def is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+def lying(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array that lies so."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 def refuse_abstract(tree: Any) -> None:
     """Says which leaves of a state, or of a part of it, hold nothing.
 

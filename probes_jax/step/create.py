@@ -20,6 +20,7 @@ from probes_jax.observe.names import label_params
 from probes_jax.observe.reach import find_reach
 from probes_jax.signals.parameters import ParameterInfo
 from probes_jax.spec.plan import Plan
+from probes_jax.step.abstract import lying
 from probes_jax.step.alike import check_alike, shape_facts
 from probes_jax.step.batch import naming_keys
 from probes_jax.step.loss_scale import LossScale
@@ -61,7 +62,7 @@ def make_core(
     specs = binding.partition_specs(*shapes)
     place = _placements(shapes, specs, shardings, partition)
     if abstract:
-        return _lay_out(tx, plan, key, jax.tree.map(_lying, shapes, place), wrt, loss_scale, partition)
+        return _lay_out(tx, plan, key, jax.tree.map(lying, shapes, place), wrt, loss_scale, partition)
     check_here(partition, "pass abstract=True, for pj.inspect")
     if binding.has_arrays:  # made already: under jit they would be constants of the program
         params, state = jax.device_put(init(key, batch, variables), place)
@@ -90,10 +91,6 @@ def check_here(partition: Partition, instead: str) -> None:
             raise ValueError(f"{device} is not here, only its compiler is: {instead}")
 
 
-def _lying(shape: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-
 def _lay_out(
     tx: Any,
     plan: Plan,
@@ -107,10 +104,10 @@ def _lay_out(
     params, state = model
     trained, frozen = split_trained(params, wrt)
     opt_shapes = jax.eval_shape(tx.init, trained)
-    opt_state = jax.tree.map(_lying, opt_shapes, _optimizer_placements(opt_shapes, trained, partition))
+    opt_state = jax.tree.map(lying, opt_shapes, _optimizer_placements(opt_shapes, trained, partition))
     rest = jax.eval_shape(lambda key: (jax.random.key_data(key), init_monitor(plan, loss_scale)), key)
     everywhere = partition.everywhere()
-    return Core(trained, frozen, state, opt_state, *jax.tree.map(lambda x: _lying(x, everywhere), rest))
+    return Core(trained, frozen, state, opt_state, *jax.tree.map(lambda x: lying(x, everywhere), rest))
 
 
 def _check_params(params: Any) -> None:

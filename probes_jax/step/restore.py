@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from probes_jax.step.abstract import is_abstract
+from probes_jax.step.abstract import is_abstract, lying
 from probes_jax.step.create import check_here
 from probes_jax.step.monitor import init_monitor
 from probes_jax.step.state import TrainState
@@ -66,15 +66,11 @@ def _ready(state: TrainState) -> TrainState:
     settings, everywhere = state.settings, state.settings.partition.everywhere()
     check_here(settings.partition, "restore on the devices that are to train")
     where = jax.tree.map(lambda _: everywhere, state.core) if settings.shardings is None else settings.shardings
-    core = jax.tree.map(_lying, state.core, where)
+    core = jax.tree.map(lambda x, place: lying(x, place) if is_abstract(x) else x, state.core, where)
     fresh = init_monitor(settings.plan, settings.loss_scale)
     monitor = jax.tree.map(lambda x, new: jax.device_put(new, x.sharding) if is_abstract(x) else x, core.monitor, fresh)
     step = np.array(0, np.int32) if is_abstract(state.step) else state.step
     return TrainState.from_core(step, core._replace(monitor=monitor), settings)
-
-
-def _lying(leaf: Any, sharding: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if is_abstract(leaf) else leaf
 
 
 def _window(name: str) -> str | None:

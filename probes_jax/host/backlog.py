@@ -133,7 +133,8 @@ class Backlog:
 
     def _next_item(self) -> int | Ticket | object:
         """Looks every few milliseconds: to wake a thread that blocks would cost the training thread more than the rest
-        of `put`. Where nothing comes for a second, nobody trains, and it does block."""
+        of `put`. Where nothing comes for a second, nobody trains, and it does block.
+        """
         for _ in range(_LOOKS):
             try:
                 return self._items.get_nowait()

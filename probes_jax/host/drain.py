@@ -40,8 +40,12 @@ class Drain:
         ticket = Ticket()
         self._worker.backlog.send(ticket)
         end = time.monotonic() + limit
-        _look_until(lambda: ticket.done or time.monotonic() > end)
-        return ticket.done and not ticket.failed
+        # Behind the end of the worker nobody answers a ticket: `close`, elsewhere or interrupted, writes all.
+        _look_until(lambda: ticket.done or self._ended() or time.monotonic() > end)
+        return (ticket.done or self._ended()) and not ticket.failed
+
+    def _ended(self) -> bool:
+        return self._worker.finished and all(delivery.finished for delivery in self._worker.deliveries)
 
     def close(self) -> None:
         """Writes what is left, closes the sinks and ends the threads. A second call does nothing.

@@ -84,3 +84,17 @@ def test_a_quick_close_says_nothing(caplog):
     with Recorder(sinks=[ListSink()]) as recorder:
         recorder.record(report(0))
     assert not caplog.records
+
+
+def test_a_flush_beside_a_close_ends_with_it():
+    """Its ticket lies behind the end of the worker, where nobody answers it."""
+    recorder = Recorder(sinks=[sink := SlowSink(write=0.05)], patience=2.5)
+    for step in range(12):
+        recorder.record(report(step))
+    closing = threading.Thread(target=recorder.close)
+    closing.start()
+    time.sleep(0.05)
+    start = time.monotonic()
+    assert recorder.flush(30.0) and time.monotonic() - start < 15.0
+    assert sink.steps == list(range(12))
+    closing.join()

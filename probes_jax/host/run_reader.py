@@ -229,7 +229,7 @@ class Run:
             return reasons[-1]
         near = ", ".join(map(repr, near_names(name, names)))
         if names:
-            return f"did you mean {near}?" if near else "names() lists what it has"
+            return f"did you mean {near}?" if near else "names(), or `probes series` without a name, lists what it has"
         flown = self.flight_step()
         left = "" if flown is None else f"; its flight() goes on to step {flown}"
         return f"it has none at all: its store {LOST}{left}"

@@ -18,7 +18,7 @@ examples:
   probes screen runs/demo              the signals of a run, and what was unusual in it
   probes walk runs/demo --step 600     where an explosion began, from the output inwards
   probes coverage runs/demo            what of the model is seen, what is not, and why
-  probes series runs/demo grad/norm    one metric: step and value, a line each
+  probes series runs/demo grad/norm    one metric: step and value, a line each (without a name: what there is)
   probes metrics                       every metric: what it is, what it catches
   probes metrics grad/norm             one of them, with its definition (--json: for a program)
 
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints a line for each step at which a metric was measured: the step, a tab, the value.",
     )
     series.add_argument("run", metavar="RUN", help="folder (or URL) of the run")
-    series.add_argument("name", metavar="NAME", help="reported name, such as grad/norm")
+    series.add_argument("name", metavar="NAME", nargs="?", help="reported name, such as grad/norm (default: list all)")
     series.add_argument("--last", type=_positive, metavar="N", help="only the last N of them")
     series.add_argument("--json", action="store_true", help="one JSON object: name, steps, values")
     series.set_defaults(run_command=commands.series)

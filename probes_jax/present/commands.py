@@ -78,7 +78,7 @@ def walk(chosen: argparse.Namespace) -> int:
 
 
 def series(chosen: argparse.Namespace) -> int:
-    """Prints one metric, a line for each step at which it was measured."""
+    """Prints one metric, a line for each step at which it was measured; without a name those that there are."""
     from probes_jax.host.damage import DamagedRun
     from probes_jax.host.run_folder import open_run
     from probes_jax.host.strict_json import dumps
@@ -86,6 +86,9 @@ def series(chosen: argparse.Namespace) -> int:
     run = open_run(chosen.run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedRun)  # told in lines of their own
+        if chosen.name is None:
+            print(dumps(run.names()).decode() if chosen.json else "\n".join(run.names()))
+            return 0 if run.names() else 1
         try:
             steps, values, present = run.series(chosen.name)
         except KeyError as error:

@@ -18,7 +18,8 @@ _SHOWN = 3  # names on such a line
 HEADINGS = ("point", "layers", "role", "class", "shape", "out of", "measured")
 ONE_DEVICE = "everything is on one device: nothing has a copy to differ from"  # nothing to mend
 LIGHT_ONLY = (
-    "activations are observed by the full program only, every Plan.scan_every steps (never with PROBES_JAX=off)"
+    "activations are observed by the full program only, every Plan.scan_every steps (never with PROBES_JAX=off): a "
+    "report of such a step, and `probes coverage`, say what is seen and what is missing"
 )
 
 

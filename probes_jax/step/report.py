@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from probes_jax.spec.catalog import REGISTRY
 from probes_jax.spec.coverage import Coverage
 from probes_jax.spec.layout import Layout
+from probes_jax.spec.metric import Cadence
 from probes_jax.spec.near import near_names
 from probes_jax.spec.readings import Readings, decoder_of
 
@@ -23,14 +26,15 @@ class Scalars(dict[str, Any]):
     KeyError: "nothing was measured as 'loss' on this step; did you mean 'loss/mean'?"
     """
 
-    coverage: Coverage | None = None
+    why: Callable[[str], str | None] = staticmethod(lambda name: None)  # the reason that a name is missing
 
     def __missing__(self, name: Any) -> Any:
-        reason = None if self.coverage is None else self.coverage.why(str(name))
+        reason = self.why(str(name))
         if reason is not None:
             raise KeyError(f"nothing was measured as {name!r}: {reason}")
-        meant = ", ".join(map(repr, near_names(str(name), self))) or "one of list(report.scalars())"
-        raise KeyError(f"nothing was measured as {name!r} on this step; did you mean {meant}?")
+        near = ", ".join(map(repr, near_names(str(name), self)))
+        instead = f"did you mean {near}?" if near else "list(report.scalars()) has what was"
+        raise KeyError(f"nothing was measured as {name!r} on this step; {instead}")
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -90,5 +94,16 @@ class Report:
             dicts = [reading.scalars() for reading in steps]
             names = dict.fromkeys(name for found in dicts for name in found)
             scalars = Scalars({name: [found.get(name) for found in dicts] for name in names})
-        scalars.coverage = self.coverage
+        scalars.why = functools.partial(_why, self.coverage, self.layout)
         return scalars
+
+
+def _why(coverage: Coverage, layout: Layout, name: str) -> str | None:
+    """Why a report of this layout does not have a metric; None where no reason is known."""
+    if not layout.entries:
+        return "PROBES_JAX=off measures nothing"
+    reason = coverage.why(name)
+    spec = REGISTRY.find(name)
+    if reason is None and spec is not None and layout.program == "light" and spec.cadence is Cadence.EVERY_100:
+        return "it is measured by the full program only, every Plan.scan_every steps"
+    return reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 import probes_jax as pj
-from tests.step.small import VOCAB, WIDTH, Block, NNXModel, make_batch, make_state, only
+from tests.step.small import Layers, NNXModel, make_batch, make_state, only
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
@@ -42,30 +41,10 @@ def test_the_first_of_32_layers():
             assert np.allclose(stacked["layers"][name][index], 0.9 ** (31 - index), rtol=1e-6)
 
 
-class Model(nn.Module):
-    scan: bool
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
-        if self.scan:
-            body = nn.scan(
-                lambda module, x, _: (module(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=3,
-            )
-            x, _ = body(Block(name="block"), x, None)
-        else:
-            for index in range(3):
-                x = Block(name=f"block_{index}")(x)
-        return nn.Dense(VOCAB, name="head")(x)
-
-
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_scanned_and_unrolled_linen_layers_are_alike(weight_decay):
     tx = pj.layerwise_learning_rates(0.8, groups=GROUPS, weight_decay=weight_decay)
-    params = Model(scan=False).init(jax.random.key(0), make_batch()["tokens"])["params"]
+    params = Layers(scan=False).init(jax.random.key(0), make_batch()["tokens"])["params"]
     unrolled = scaled(tx, params)
     rest = {name: params[name] for name in ("embed", "head")}
     blocks = jax.tree.map(lambda *x: jnp.stack(x), *(params[f"block_{index}"] for index in range(3)))

@@ -217,6 +217,15 @@ def test_a_series_for_a_program_is_strict_json(tmp_path, capsys):
     assert found == {"name": "grad/norm", "steps": [0, 2, 3], "values": [2.0, {"$float": "NaN"}, 0.1234567891]}
 
 
+def test_without_a_name_series_lists_what_a_run_has(tmp_path, capsys):
+    run = _series(tmp_path / "run")
+    assert main(["series", run]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert "grad/norm" in names and names == sorted(set(names))
+    assert main(["series", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == names
+
+
 def test_a_series_that_is_not_there_has_near_matches(tmp_path, capsys):
     assert main(["series", _series(tmp_path / "run"), "grad/nrm"]) == 2
     error = capsys.readouterr().err

@@ -37,6 +37,29 @@ class Model(nn.Module):
         return nn.Dense(VOCAB, name="head")(x)
 
 
+class Layers(nn.Module):
+    """The model with its blocks scanned, or one after the other, under the names of the other."""
+
+    scan: bool
+    layers: int = 3
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
+        if self.scan:
+            body = nn.scan(
+                lambda module, x, _: (module(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=self.layers,
+            )
+            x, _ = body(Block(name="block"), x, None)
+        else:
+            for index in range(self.layers):
+                x = Block(name=f"block_{index}")(x)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
 class NNXBlock(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)

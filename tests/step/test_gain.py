@@ -8,24 +8,7 @@ import pytest
 from flax import linen as nn
 
 import probes_jax as pj
-from tests.step.small import VOCAB, WIDTH, Block, make_batch, make_state, norm64, only
-
-
-class Deep(nn.Module):
-    scan: bool
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
-        if self.scan:
-            body = nn.scan(
-                lambda m, x, _: (m(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-            )
-            x, _ = body(Block(name="block"), x, None)
-        else:
-            for index in range(3):
-                x = Block(name=f"block_{index}")(x)
-        return nn.Dense(VOCAB, name="head")(x)
+from tests.step.small import VOCAB, Block, Layers, make_batch, make_state, norm64, only
 
 
 def gradients_by_hand(params, batch):
@@ -49,7 +32,7 @@ def gradients_by_hand(params, batch):
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_gain_is_the_ratio_of_the_norms_around_a_block(scan):
     batch, plan = make_batch(), only("grad_act", "residual")
-    state = make_state(model=Deep(scan), plan=plan, microbatches=2)
+    state = make_state(model=Layers(scan), plan=plan, microbatches=2)
     norms = [norm64(x) for x in jax.jit(gradients_by_hand)(state.params, batch)]
     _, report = pj.monitored_train_step(state, batch)
     scalars = report.scalars()

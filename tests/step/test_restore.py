@@ -136,12 +136,15 @@ def test_a_window_of_another_length_begins_anew_as_a_whole(window, clip_window):
     settings = {"window": window, **({} if clip_window == 128 else {"clip_window": clip_window})}
     resumed = pj.restore_state(fresh(**settings, min_history=4), state)
     changed = "loss/spike/score" if window != 128 else "grad/clip_rate"
+    clipped = []
     for index in range(8, 14):
         resumed, report = pj.monitored_train_step(resumed, make_batch(index))
         found = report.scalars()
+        clipped.append(found["grad/norm"] > 0.5)
         assert found.get("alert/co_spike", 0) == 0
         assert abs(found.get("loss/spike/score", 0)) < 50
         if changed == "loss/spike/score":
             assert ("loss/spike/score" in found) == (index >= 12)  # after four values of its own
         else:
             assert "loss/spike/score" in found  # the other window went on
+            assert found["grad/clip_rate"] == pytest.approx(np.mean(clipped))

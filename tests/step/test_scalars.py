@@ -15,6 +15,7 @@ import pytest
 import probes_jax as pj
 from probes_jax.spec.coverage import Coverage
 from probes_jax.step.report import Scalars
+from tests.step.small import make_batch, make_state, only
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +31,31 @@ def report():
         ("loss", "'loss/mean'"),
         ("grad/nrom", "'grad/norm'"),
         ("updat", "'update"),
-        ("zzz", r"list\(report.scalars\(\)\)"),
     ],
 )
 def test_a_name_that_it_does_not_have_gives_those_that_come_close(report, wrong, meant):
     with pytest.raises(KeyError, match=f"nothing was measured as '{wrong}' on this step; did you mean .*{meant}"):
         report.scalars()[wrong]
     assert report.scalars().get(wrong) is None and wrong not in report.scalars()
+
+
+def test_where_nothing_comes_close_it_says_where_the_names_are(report):
+    with pytest.raises(KeyError, match=r"'zzz' on this step; list\(report.scalars\(\)\) has what was"):
+        report.scalars()["zzz"]
+
+
+def test_a_light_step_says_that_layers_are_measured_by_scans(monkeypatch):
+    state = make_state(plan=only("act", scan_every=2))
+    state, full = pj.monitored_train_step(state, make_batch())
+    _, light = pj.monitored_train_step(state, make_batch())
+    assert full.scalars()["act/head/rms"] > 0
+    for name in ("act/head/rms", "act/abs_max"):
+        with pytest.raises(KeyError, match="full program only, every Plan.scan_every steps"):
+            light.scalars()[name]
+    monkeypatch.setenv("PROBES_JAX", "off")
+    _, off = pj.monitored_train_step(make_state(), make_batch())
+    with pytest.raises(KeyError, match="PROBES_JAX=off measures nothing"):
+        off.scalars()["grad/norm"]
 
 
 def test_a_name_that_could_not_be_measured_gives_the_reason(report):

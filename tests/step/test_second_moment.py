@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -12,7 +11,7 @@ from flax import nnx
 import probes_jax as pj
 from probes_jax.spec.orders import ERROR
 from tests.stats.test_orders import check
-from tests.step.small import VOCAB, WIDTH, Block, NNXModel, make_batch, make_state, make_tx, only
+from tests.step.small import Layers, NNXModel, make_batch, make_state, make_tx, only
 
 pytestmark = pytest.mark.slow  # together; the second pair of Python and JAX goes without
 
@@ -44,28 +43,7 @@ KEPT = {
 }
 
 
-class Scanned(nn.Module):
-    scan: bool
-    layers: int = 2
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
-        if self.scan:
-            body = nn.scan(
-                lambda module, x, _: (module(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=self.layers,
-            )
-            x, _ = body(Block(name="block"), x, None)
-        else:
-            for index in range(self.layers):
-                x = Block(name=f"block_{index}")(x)
-        return nn.Dense(VOCAB, name="head")(x)
-
-
-ONE = Scanned(scan=False, layers=1)
+ONE = Layers(scan=False, layers=1)
 
 
 def run(tx=None, batch=None, steps=1, **kwargs):
@@ -133,12 +111,12 @@ def test_the_histogram_stays_on_the_device():
 
 @pytest.mark.parametrize("tx", [make_tx, lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8)])
 def test_scanned_layers_have_a_row_each(tx):
-    _, report = run(tx(), model=Scanned(scan=False))
+    _, report = run(tx(), model=Layers(scan=False, layers=2))
     wanted = moments_of(report.scalars())
-    params = jax.tree.map(np.array, make_state(model=Scanned(scan=False)).params)
+    params = jax.tree.map(np.array, make_state(model=Layers(scan=False, layers=2)).params)
     blocks = [params.pop(f"block_{index}") for index in range(2)]
     variables = {"params": {**params, "block": jax.tree.map(lambda *x: np.stack(x), *blocks)}}
-    _, report = run(tx(), model=Scanned(scan=True), variables=variables)
+    _, report = run(tx(), model=Layers(scan=True, layers=2), variables=variables)
     found = moments_of(report.scalars())
     assert set(found) == set(wanted)
     for name, stats in wanted.items():

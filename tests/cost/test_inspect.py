@@ -35,7 +35,7 @@ def described():
 
 @pytest.fixture(scope="module")
 def found():
-    state, batch = abstract(PLAN, remat=False)
+    state, batch = abstract(remat=False)
     return pj.inspect(state, batch)
 
 
@@ -66,7 +66,7 @@ def test_two_collectives_more_and_none_in_a_loop(found):
 @pytest.mark.slow
 def test_every_family_costs_what_the_program_costs_with_it(found):
     full = found.parts["full"]
-    assert set(full) == {"act", "param", "logits", ALWAYS}
+    assert set(full) == {"act", "grad_act", "grad", "param", "update", "logits", ALWAYS}
     assert set(found.parts["light"]) == {"param", "logits", ALWAYS}
     assert all(cost.payload > 0 and cost.series > 0 for cost in full.values())
     header = 4 * HEADER  # of the report, which each program has

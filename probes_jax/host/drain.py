@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,8 @@ _SAY_EVERY = 30.0  # seconds between two such lines
 class Drain:
     """Flushes and ends a worker and its sinks.
 
-    It only looks at flags and sleeps, and takes no lock: a signal handler may call `flush` wherever it struck.
+    It only looks at flags and sleeps, and takes no lock: a signal handler may call `flush` wherever it struck. In a
+    process forked from the one that records it does nothing: that one writes what it recorded.
 
     Args:
         worker: The worker; it may or may not have started.
@@ -31,12 +33,15 @@ class Drain:
         self._worker = worker
         self._patience = patience
         self._say_at = float("inf")
+        self._owner = os.getpid()  # a process that is forked from it has none of its threads
         self.closed = False
 
     def flush(self, limit: float) -> bool:
         """Writes down everything recorded so far; whether all sinks did within `limit` seconds."""
         if self.closed:
             return True
+        if os.getpid() != self._owner:
+            return False
         ticket = Ticket()
         self._worker.backlog.send(ticket)
         end = time.monotonic() + limit
@@ -54,6 +59,9 @@ class Drain:
         """
         worker = self._worker
         if self.closed:
+            return
+        if os.getpid() != self._owner:
+            self.closed = True
             return
         worker.backlog.send(STOP)
         if worker.owns(threading.current_thread()):  # the garbage collector may strike in one of our own threads

@@ -295,6 +295,12 @@ def test_a_forked_child_is_not_held_up(tmp_path):
         if child == 0:
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0 and time.monotonic() - start < 8
+        child = os.fork()
+        if child == 0:  # it leaves the loop's context: there is nothing of its own to write
+            r.flush()
+            r.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0 and time.monotonic() - start < 12
         """,
     )
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ def test_values_absence_and_nan_come_back_apart(tmp_path):
         np.testing.assert_array_equal(steps, 10 * np.arange(11))
         np.testing.assert_array_equal(seen, present[:, column])
         np.testing.assert_array_equal(found, np.where(present[:, column], values[:, column], np.nan))
-    with pytest.raises(KeyError, match="names\\(\\) lists"):
+    with pytest.raises(KeyError, match=r"names\(\), or `probes series` without a name, lists"):
         run.series("loss/typo")
 
 
